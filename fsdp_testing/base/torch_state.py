@@ -7,10 +7,9 @@ from datetime import timedelta
 from typing import Any
 
 
-def global_hooks() -> tuple[dict[int, Any], ...]:
-    """Return the hooks on all modules and optimizers: `register_module_*` and `register_optimizer_step_*` can only add them."""
+def module_hooks() -> tuple[dict[int, Any], ...]:
+    """Return the hooks that `torch.nn.modules.module.register_module_*` installed: the public API can add but not list them."""
     from torch.nn.modules import module
-    from torch.optim import optimizer
 
     names = (
         "_global_forward_pre_hooks",
@@ -23,8 +22,14 @@ def global_hooks() -> tuple[dict[int, Any], ...]:
         "_global_module_registration_hooks",
         "_global_parameter_registration_hooks",
     )
-    of_modules = tuple(getattr(module, name) for name in names if hasattr(module, name))
-    return *of_modules, optimizer._global_optimizer_pre_hooks, optimizer._global_optimizer_post_hooks
+    return tuple(getattr(module, name) for name in names if hasattr(module, name))
+
+
+def optimizer_hooks() -> tuple[dict[int, Any], ...]:
+    """Return the hooks on the steps of all optimizers, which `register_optimizer_step_*` can add but not list."""
+    from torch.optim import optimizer
+
+    return optimizer._global_optimizer_pre_hooks, optimizer._global_optimizer_post_hooks
 
 
 def mode_depths() -> tuple[int, int]:

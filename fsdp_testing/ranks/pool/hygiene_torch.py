@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -108,8 +108,30 @@ DEFAULTS = settings_probe(
 )
 
 
-def _hooks() -> list[tuple[int, int]]:
-    return [(i, key) for i, hooks in enumerate(torch_state.global_hooks()) for key in hooks]
+def _module_hooks() -> list[tuple[int, int]]:
+    return [(i, key) for i, hooks in enumerate(torch_state.module_hooks()) for key in hooks]
+
+
+def _optimizer_hooks() -> list[tuple[int, int]]:
+    # A library adds its own for good, on first use: a function of its module, and none made in a test.
+    return [
+        (i, key)
+        for i, hooks in enumerate(torch_state.optimizer_hooks())
+        for key, hook in hooks.items()
+        if "<locals>" in getattr(hook, "__qualname__", "") or "." not in getattr(hook, "__module__", ".")
+    ]
+
+
+def _hooks_probe(
+    kind: str, on: str, read: Callable[[], Any], all_hooks: Callable[[], tuple[dict[int, Any], ...]]
+) -> Probe:
+    return leftovers_probe(
+        kind,
+        read,
+        lambda hook: f"{all_hooks()[hook[0]][hook[1]]!r} on every {on} was added",
+        lambda hook: all_hooks()[hook[0]].pop(hook[1]),
+        lost=f"a hook on every {on} was removed",
+    )
 
 
 def _groups() -> tuple[Any, list[Any], int]:
@@ -163,13 +185,8 @@ def _cuda_memory() -> int:
 TORCH_PROBES: tuple[Probe, ...] = (
     DEFAULTS,
     Probe("torch mode", torch_state.mode_depths),
-    leftovers_probe(
-        "module hook",
-        _hooks,
-        lambda hook: f"{torch_state.global_hooks()[hook[0]][hook[1]]!r} on every module or optimizer was added",
-        lambda hook: torch_state.global_hooks()[hook[0]].pop(hook[1]),
-        lost="a hook on every module or optimizer was removed",
-    ),
+    _hooks_probe("module hook", "module", _module_hooks, torch_state.module_hooks),
+    _hooks_probe("optimizer hook", "optimizer", _optimizer_hooks, torch_state.optimizer_hooks),
     Probe("process group", _groups, None, _tell_groups),
     Probe("timeout of the default group", torch_state.world_timeout, _put_timeout, _tell_timeout),
     # Not put back: a rank that ended first would remove what others still wait for.

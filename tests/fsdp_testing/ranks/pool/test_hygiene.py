@@ -135,12 +135,12 @@ RESTORED: dict[str, tuple[Callable[[], object], str, str]] = {
     "module hook": (
         lambda: torch.nn.modules.module.register_module_forward_hook(lambda *a: None),
         "module hook",
-        "on every module or optimizer was added",
+        "on every module was added",
     ),
     "optimizer hook": (
         lambda: register_optimizer_step_post_hook(lambda *a: None),
-        "module hook",
-        "on every module or optimizer was added",
+        "optimizer hook",
+        "on every optimizer was added",
     ),
     "saved tensors": (
         lambda: torch.autograd.graph.saved_tensors_hooks(_other_relu, _other_relu).__enter__(),
@@ -469,3 +469,10 @@ def test_no_value_of_code_under_test_is_asked_for_its_class(tmp_path: Path) -> N
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="dictionaries have no versions from Python 3.14 on")
 def test_dictionaries_have_versions_here() -> None:
     assert compat._dictionaries_have_versions()
+
+
+def test_a_hook_that_a_library_keeps_on_optimizers_is_no_leak() -> None:
+    snapshot = take_snapshot()
+    handle = register_optimizer_step_post_hook(torch.nn.utils.clip_grad_norm_)  # as a function of a library
+    assert snapshot.restore() == ()
+    handle.remove()
