@@ -252,3 +252,54 @@ def test_here():
     assert "ERROR at teardown of test_here" in done.text  # as in one process: the last test of the fixture's module
     assert "(fixtures of 3 ranks, used last by test_ranks.py::test_served)" in done.text
     assert all(text in done.text for text in ("RuntimeError: the server did not stop", "OSError: its port is open"))
+
+
+def test_what_a_test_leaves_in_the_world_is_named_and_gone(run: Runner) -> None:
+    done = run(
+        """
+from datetime import timedelta
+from torch.distributed import distributed_c10d
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("first", [True, False])
+def test_key(world, first):
+    store = distributed_c10d._get_default_store()
+    assert not store.check(["ready"])
+    if first and world.rank == 0:
+        store.set("ready", "1")
+    dist.barrier()
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("first", [True, False])
+def test_timeout(world, first):
+    timeout = world.group._get_backend(torch.device("cpu")).options._timeout
+    assert timeout > timedelta(seconds=1)
+    if first:
+        distributed_c10d._set_pg_timeout(timedelta(seconds=1), world.group)
+"""
+    )
+    assert done.counts() == (4, 0, 0), done.text
+    assert "key 'ready' is in the default store" in done.text
+    assert "left timeout of the default group: 0:30:00 -> 0:00:01 (put back)" in done.text
+
+
+def test_a_process_that_ended_and_a_number_in_place_of_a_tensor(run: Runner) -> None:
+    done = run(
+        """
+import multiprocessing
+from fsdp_testing.errors import InvalidArgument
+
+@pytest.mark.world(2)
+def test_spawned(world):
+    child = multiprocessing.get_context("spawn").Process(target=print)
+    child.start()
+    child.join()
+
+@pytest.mark.world(2)
+def test_number(world):
+    with pytest.raises(InvalidArgument, match="expected a tensor, got int"):
+        world.assert_equal_across_ranks(3)
+""",
+        "--strict-hygiene",
+    )
+    assert done.counts() == (2, 0, 0), done.text
