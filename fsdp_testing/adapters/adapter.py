@@ -17,6 +17,7 @@ from torch import nn
 
 from fsdp_testing.adapters import defaults
 from fsdp_testing.adapters.protocol import Division, Piece, Setup, StateEntry
+from fsdp_testing.adapters.returned import checked
 from fsdp_testing.adapters.shared.tensor_parallel import parallelised
 from fsdp_testing.base.documentation import page
 from fsdp_testing.cases.records.specs import DTYPES
@@ -188,6 +189,7 @@ class Adapter(TorchStyle):
         _require(implementation)
         given_name: str = getattr(implementation, "name")  # noqa: B009 - `implementation` is foreign, checked by _require
         given = {f.name: method for f in fields(cls) if callable(method := getattr(implementation, f.name, None))}
+        given = {name: checked(given_name, name, method) for name, method in given.items()}
         filled = defaults.methods(implementation, given)
         locally = "local_pieces" in given or "full_parameters" not in given
         return cls(

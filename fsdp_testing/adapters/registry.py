@@ -20,6 +20,7 @@ from typing import Any
 
 from fsdp_testing.adapters.adapter import Adapter
 from fsdp_testing.adapters.registrations import BUILT_IN, ENTRY_POINT_GROUP, Registration, names, registrations
+from fsdp_testing.adapters.slow_imports import importing
 from fsdp_testing.errors import InvalidArgument, InvalidImplementation, UnknownImplementation
 
 __all__ = [
@@ -133,9 +134,12 @@ def _resolve(target: str, where: str, hops: int) -> Any:
     if not (separator and module_name and path):
         raise InvalidImplementation(f"{where}: expected `package.module:attribute`, got {target!r}. Correct the entry.")
     try:
-        found: Any = importlib.import_module(module_name)
+        with importing(module_name, where):
+            found: Any = importlib.import_module(module_name)
         for part in path.split("."):
             found = getattr(found, part)
+    except InvalidImplementation:
+        raise
     except (Exception, SystemExit) as error:  # an exit code is this command's own verdict
         raise InvalidImplementation(
             f"{where}: expected {target} to be importable, got {_text_of(error)}. "

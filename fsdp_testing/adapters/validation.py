@@ -231,9 +231,7 @@ def _misplaced(
 def _broken_methods(adapter: Adapter, wrapped: nn.Module, original: nn.Module) -> Iterator[str]:
     """Claimed methods that need no gradient are called once."""
     if "no_sync" in adapter.capabilities:
-        context = adapter.no_sync(wrapped)
-        if not (hasattr(context, "__enter__") and hasattr(context, "__exit__")):
-            yield f"no_sync returned {type(context).__name__}, not a context manager"
+        adapter.no_sync(wrapped)  # what it returns is looked at there
     if "summon_writeback" in adapter.capabilities:
         with adapter.full_parameters(wrapped, writeback=False) as full:
             shapes = {fqn: tuple(tensor.shape) for fqn, tensor in full.items()}

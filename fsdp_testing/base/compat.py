@@ -8,6 +8,7 @@ import ctypes
 import functools
 import importlib.util
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.abc import MetaPathFinder
@@ -113,6 +114,11 @@ def makes_state_only() -> bool:
             return True
         frame, left = frame.f_back, left - 1  # type: ignore[assignment]  # until there is none
     return False
+
+
+def frame_of(thread: threading.Thread) -> FrameType | None:
+    """Return the innermost running frame of a thread; None if it has ended."""
+    return sys._current_frames().get(thread.ident or 0)
 
 
 def running(calls: list[FrameType]) -> list[FrameType]:

@@ -206,7 +206,13 @@ class RankProgram:
         return carried_in_directory(self.files) if directory else nullcontext(Carrier())
 
     def train_among(
-        self, ranks: tuple[int, ...], case: Case, batch: Batch, saved: Carrier, flags: Mapping[str, bool]
+        self,
+        ranks: tuple[int, ...],
+        case: Case,
+        batch: Batch,
+        saved: Carrier,
+        flags: Mapping[str, bool],
+        max_norm: float | None,
     ) -> None:
         """On some ranks load a saved state into a new model and optimizer, train a step, and save the result in its place.
 
@@ -229,6 +235,8 @@ class RankProgram:
                 loss = models.forward(model, case, batch, new_rank, models.make_inputs(case, batch, new_rank)).loss
                 if loss.requires_grad:
                     adapter.backward(model, loss)
+                if max_norm is not None:
+                    adapter.clip_grad_norm(model, max_norm, 2.0)
                 if optimizer is not None:
                     adapter.step(model, optimizer)
                 saved.save(adapter, model, optimizer, group)

@@ -312,9 +312,9 @@ class Replay:
         """Step the optimizer, if there is one."""
         stepping.step(self)
 
-    def train_among(self, ranks: int, batch: Batch) -> None:
-        """Make a step on the mean gradient of the first `ranks` ranks."""
-        stepping.train_among(self, ranks, batch)
+    def train_among(self, ranks: int, batch: Batch, max_norm: float | None = None) -> None:
+        """Make a step on the mean gradient of the first `ranks` ranks, clipped to a norm if that is given."""
+        stepping.train_among(self, ranks, batch, max_norm)
 
     def scale(self, patterns: tuple[str, ...], factor: float) -> None:
         with torch.no_grad():

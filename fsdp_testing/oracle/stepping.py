@@ -52,8 +52,15 @@ def step(replay: Replay, errors: Mapping[str, torch.Tensor] | None = None) -> No
                 replay.allow("optimizer", fqn, slack, "8 roundings of the state's formula", name)
 
 
-def train_among(replay: Replay, ranks: int, batch: Batch) -> None:
-    """Make a step on the mean gradient of this many ranks, from the first on; for one rank nothing is averaged."""
+def train_among(replay: Replay, ranks: int, batch: Batch, max_norm: float | None) -> None:
+    """Make a step on the mean gradient of this many ranks, from the first on; for one rank nothing is averaged.
+
+    Args:
+        replay: Replay of the case.
+        ranks: How many train.
+        batch: Their inputs.
+        max_norm: The mean gradient is clipped to this norm; None leaves it as it is.
+    """
     replay.refresh()
     by_rank = [replay.local_gradients(rank, batch)[1].values for rank in range(ranks)]
     names = dict.fromkeys(fqn for gradients in by_rank for fqn in gradients)
@@ -64,7 +71,8 @@ def train_among(replay: Replay, ranks: int, batch: Batch) -> None:
     }
     if replay.optimizer is not None:
         _give(replay, means)
-        step(replay, {fqn: mean.error for fqn, mean in means.items()})
+        errors = {fqn: mean.error for fqn, mean in means.items()}
+        step(replay, errors if max_norm is None else _clipped(replay, errors, max_norm))
     replay.clear_gradients()
     # All ranks load what the first of these saved, its buffers too.
     with torch.no_grad():
@@ -77,6 +85,23 @@ def _give(replay: Replay, means: Mapping[str, Reduced]) -> None:
     size = max((largest(mean.magnitude) for mean in means.values()), default=0.0)
     for fqn, mean in means.items():
         replay.parameters[fqn].grad = replay.disturbance.gradient(mean.mean, mean.magnitude, size).clone()
+
+
+def _clipped(replay: Replay, errors: Mapping[str, torch.Tensor], max_norm: float) -> dict[str, torch.Tensor]:
+    """Clip the gradients by their norm; return how far off each may be then: the norm is off by as much as what it is of."""
+    parameters = [replay.parameters[fqn] for fqn in errors]
+    norm = float(torch.nn.utils.clip_grad_norm_(parameters, max_norm))
+    count = sum(parameter.numel() for parameter in parameters)
+    replay.disturbance.clip(parameters, count)
+    scale = min(1.0, max_norm / (norm + 1e-6))
+    of_the_norm = sum(float(error.square().sum()) for error in errors.values()) ** 0.5 / norm if norm else 0.0
+    off: dict[str, torch.Tensor] = {}
+    for fqn, error in errors.items():
+        gradient = replay.parameters[fqn].grad
+        if gradient is not None:
+            rounded = (count + 8) * replay.unit_roundoff(gradient)
+            off[fqn] = error * scale + gradient.abs().double() * (of_the_norm + rounded)
+    return off
 
 
 def _moved(replay: Replay, errors: Mapping[str, torch.Tensor]) -> dict[Quantity, torch.Tensor]:

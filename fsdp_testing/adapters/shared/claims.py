@@ -33,6 +33,7 @@ EVERYWHERE = frozenset(
         "input_gradients",
         "strict_state",
         "reordered_optimizer",
+        "user_entries",
     }
 )
 """Claims of all of torch's implementations."""

@@ -175,6 +175,7 @@ class TrainElsewhere(Operation):
         units: Inner units of their model; None keeps the plan.
         strategy: Strategy of their model.
         directory: States go through directories of `torch.distributed.checkpoint`, in shards; otherwise as full states in memory.
+        max_norm: They clip their gradients to this norm before the step; None: they do not.
     """
 
     kind: ClassVar[str] = "train_elsewhere"
@@ -185,6 +186,7 @@ class TrainElsewhere(Operation):
         "op.elsewhere_shard_grad_op": ("full_state_dict", "optim_state", "sub_groups", "shard_grad_op"),
         "op.elsewhere_no_shard": ("full_state_dict", "optim_state", "sub_groups", "no_shard"),
         "op.elsewhere_directory": ("sharded_state_dict",),
+        "op.elsewhere_clip": ("clip_grad_norm",),
     }
     drawn_with: ClassVar[tuple[str, ...]] = tuple(f"op.elsewhere_{strategy}" for strategy in ELSEWHERE)
     renews_model: ClassVar[bool] = True
@@ -194,6 +196,7 @@ class TrainElsewhere(Operation):
     units: tuple[str, ...] | None = None
     strategy: str = "full_shard"
     directory: bool = False
+    max_norm: float | None = None
 
     def __post_init__(self) -> None:
         if self.ranks < 1 or self.strategy not in ELSEWHERE:
@@ -212,7 +215,8 @@ class TrainElsewhere(Operation):
         units = tuple(unit for unit in drawer.units if choices.chance(2)) if choices.chance(2) else None
         batch = Batch(drawer.next_seed(), (choices.integer(1, 4),))
         directory = "op.elsewhere_directory" in drawer.swarm and choices.chance(2)
-        return cls(batch, choices.integer(1, 3), choices.chance(2), units, strategy, directory)
+        max_norm = 0.5 if "op.elsewhere_clip" in drawer.swarm and choices.chance(2) else None
+        return cls(batch, choices.integer(1, 3), choices.chance(2), units, strategy, directory, max_norm)
 
     def normalise(self, context: ProgramContext) -> Operation | None:
         size = context.case.world.size
@@ -224,11 +228,13 @@ class TrainElsewhere(Operation):
     def required(self) -> frozenset[str]:
         nested = {"nested_wrapping"} if self.units else set()
         sharded = {"sharded_state_dict"} if self.directory else set()
-        return super(TrainElsewhere, self).required() | {self.strategy} | nested | sharded
+        clipped = set() if self.max_norm is None else {"clip_grad_norm"}
+        return super(TrainElsewhere, self).required() | {self.strategy} | nested | sharded | clipped
 
     def simpler(self) -> Iterator[Operation]:
         yield Reload()
         yield replace(self, directory=False)
+        yield replace(self, max_norm=None)
         yield replace(self, ranks=1)
         yield replace(self, last=False)
         yield replace(self, units=None)
@@ -250,7 +256,8 @@ class TrainElsewhere(Operation):
 
     def token(self) -> str:
         plan = "" if self.units is None else ",plan"
-        return f"{self.kind}[{self.strategy}{plan}{',directory' if self.directory else ''}]"
+        how = f"{',directory' if self.directory else ''}{'' if self.max_norm is None else ',clip'}"
+        return f"{self.kind}[{self.strategy}{plan}{how}]"
 
     def run(self, program: RankProgram) -> None:
         adapter, model, optimizer = program.adapter, program.model, program.optimizer
@@ -263,7 +270,7 @@ class TrainElsewhere(Operation):
         with program.saved_as(directory=self.directory) as saved:
             saved.save(adapter, model, optimizer, None)
             adapter.finish(model)
-            program.train_among(ranks, elsewhere, self.batch, saved, flags)
+            program.train_among(ranks, elsewhere, self.batch, saved, flags, self.max_norm)
             program.rebuild(flags)
             saved.source().load_model(adapter, program.model)
             if optimizer is not None:
@@ -272,4 +279,4 @@ class TrainElsewhere(Operation):
 
     def replay(self, replay: Replay) -> None:
         replay.clear_gradients()
-        replay.train_among(self.ranks, self.batch)
+        replay.train_among(self.ranks, self.batch, self.max_norm)

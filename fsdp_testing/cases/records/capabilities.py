@@ -86,6 +86,7 @@ CAPABILITIES: dict[str, str] = {
     "gradient_edits": "some reduced gradients may be changed in place or set to None while others stay",
     "strict_state": "a full state with a missing, an unknown or a wrongly shaped parameter is refused on every rank",
     "reordered_optimizer": "optimizer state is loaded by name, whatever the order of the optimizer's parameters",
+    "user_entries": "`state` of the optimizer takes what a user keeps there, and saves and loads it",
     "summon_writeback": "full parameters can be gathered, edited and written back",
     "parameter_replacement": "a parameter of a module may be replaced while full parameters are gathered",
     "storage_replacement": "a parameter may be given new storage by `p.data = ...` while full parameters are gathered",

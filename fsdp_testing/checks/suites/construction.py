@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from fsdp_testing.cases.operations import Reload
-from fsdp_testing.cases.records import Case, Observe, OptimizerSpec, PolicySpec, WrappingPlan
+from fsdp_testing.cases.records import (
+    Case,
+    FailureKind,
+    Finding,
+    Observe,
+    OptimizerSpec,
+    PolicySpec,
+    RankObservation,
+    WrappingPlan,
+)
 from fsdp_testing.checks.suites.check import (
     ADAMW,
     ODD,
@@ -22,9 +32,12 @@ from fsdp_testing.checks.suites.check import (
     micro_batch,
 )
 from fsdp_testing.checks.suites.options import recomputed
+from fsdp_testing.checks.suites.programs import review_remarks
+from fsdp_testing.checks.suites.state_programs import RemarkingProgram
 from fsdp_testing.judging.case_runner import RunMode
 from fsdp_testing.judging.checkers import shares
-from fsdp_testing.oracle.quantities import Comparison
+from fsdp_testing.oracle import rank_jobs
+from fsdp_testing.oracle.quantities import Comparison, Expectation
 
 _NESTED = {"nested_wrapping"}
 _LINEAR = WrappingPlan(policy=PolicySpec("module_class", classes=("Linear",)))
@@ -49,12 +62,38 @@ def _started_frozen(**starts: bool) -> tuple[Case, ...]:
     return cases("mlp", Observe(), *iterations(2), wrapping=every_unit("mlp", **starts), freeze=("layers.1.*",))
 
 
+class WholeBehindShares(RemarkingProgram):
+    """A program after which the memory behind the rank's pieces is measured: a piece may be cut from a whole parameter."""
+
+    quantity = "memory of parameters"
+
+    def statements(self) -> Iterator[str]:
+        """Yield the memory behind the pieces if it has room for the whole model, of which the rank holds a part."""
+        storages = {
+            storage.data_ptr(): storage.nbytes()
+            for pieces in self.adapter.local_pieces(self.model).values()
+            for storage in (piece.value.untyped_storage() for piece in pieces if piece.value is not None)
+        }
+        held = sum(storages.values())
+        whole = sum(parameter.nbytes for parameter in self.plain_part("").parameters())
+        if held >= whole:
+            yield f"memory of {held:,} bytes is behind the rank's pieces; the whole model has {whole:,} bytes"
+
+
+def _review_memory(case: Case, ranks: Sequence[RankObservation], expectation: Expectation) -> Finding | None:
+    finding = review_remarks(case, ranks, expectation)
+    return None if finding is None else replace(finding, kind=FailureKind.KEPT)
+
+
 CHECKS: tuple[Check, ...] = (
     documented("construction.keeps_numbers", "Wrapping keeps every value, dtype and requires_grad flag.",
                cases("mlp deep_nest uneven embedding")),
     documented("construction.shares", "Each rank holds its share of the parameters, and no more.",
                cases("mlp wide uneven"), mode=RunMode(review=shares.review), strategies=("full_shard", "shard_grad_op"),
                sizes=ODD, of_pieces=True),
+    documented("construction.memory_of_shares", "A rank's share of the parameters is not cut from memory of the whole model.",
+               cases("wide", *iteration(0)), mode=RunMode(rank_jobs.run_as, (WholeBehindShares, {}), review=_review_memory),
+               strategies=("full_shard",), sizes=ODD),
     documented("construction.keeps_buffers", "Wrapping keeps every buffer.", cases("buffers")),
     documented("construction.first_forward", "The first forward gives the unwrapped module's output.",
                cases("mlp deep_nest keywords bare_root", forward(0, "train"), forward(1, "no_grad"))),

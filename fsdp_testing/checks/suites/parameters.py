@@ -187,6 +187,10 @@ SIZES: tuple[Check, ...] = (
           *(cases("two_dtypes", *iterations(2), micro_batch(2), Observe(), Step(), wrapping=plan)
             for plan in (None, WrappingPlan())),
           source="pytorch issue 154082", needs={"mixed_dtype_units"}, sizes=ODD),
+    check("sizes.two_dtypes_in_lockstep", "A gradient is reduced in its own dtype, whatever others of the unit have.",
+          *(cases("two_dtypes", *iteration(0), *accumulated(1, 2), Observe(), Step(), wrapping=plan)
+            for plan in (None, WrappingPlan())),
+          source="pytorch issue 154082", needs={"mixed_dtype_units"}, comparison=LOCKSTEP),
     *(check(f"sizes.integers{of}", f"Parameters of whole numbers stay as they are{what}, and others train beside them.",
             cases("quantized", *iterations(2), forward(5), Reload(form), *iteration(2), **options),
             source="quantized weights: bitsandbytes, torchao", comparison=comparison, sizes=ODD)

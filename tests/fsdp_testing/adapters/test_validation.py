@@ -88,7 +88,7 @@ MISTAKES = {
     ),
     "no_sync_is_no_context": (
         "IT = style(tags=['no_sync'], no_sync=lambda m: None)",
-        "no_sync returned NoneType, not a context manager",
+        "`no_sync` returned something else than it promises: expected a context manager, got NoneType None",
     ),
     "claims_no_sync_without_any": ("IT = style(tags=['no_sync'])", "expected the method `no_sync`"),
     "full_parameters_are_shards": (

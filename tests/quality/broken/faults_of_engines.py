@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from fault import fault
 from planting import planted
+from torch import nn
 from toy import Toy
 from toy_more import MoreToy
 
 from fsdp_ref.checkpoint import optim_load
+from fsdp_ref.training import clip
 from fsdp_testing.adapters.shared import fsdp_options
 
 SOUND, COMPOSABLE = "fsdp_ref-wrapper", "fsdp_ref-composable"
@@ -73,3 +77,27 @@ class HidesNan(Toy):
 
     def mean(self, fqn: str, contribution: torch.Tensor) -> torch.Tensor:
         return super().mean(fqn, contribution.nan_to_num())
+
+
+@fault("sizes.two_dtypes_in_lockstep")
+class ReducesInTheNarrowest(Toy):
+    """All gradients of a model are reduced in the dtype with the fewest digits that any parameter has."""
+
+    def mean(self, fqn: str, contribution: torch.Tensor) -> torch.Tensor:
+        narrowest = min((parameter.dtype for parameter in self.full.values()), key=lambda dtype: dtype.itemsize)
+        return super().mean(fqn, contribution.to(narrowest)).to(contribution.dtype)
+
+
+@fault("construction.memory_of_shares")
+class CutFromTheWhole(Toy):
+    """Shards are views of whole parameters, which so stay in memory."""
+
+    def make_shard(self, fqn: str, parameter: nn.Parameter) -> nn.Parameter:
+        start, stop = self.span(parameter.numel())
+        return nn.Parameter(parameter.detach().clone().reshape(-1)[start:stop], requires_grad=parameter.requires_grad)
+
+
+@planted(COMPOSABLE, clip, "_parts", "optim_state.some_ranks_clip")
+def norm_over_all_ranks(original: Any, root: Any) -> Any:
+    """The norm of gradients is summed over the default group, whichever ranks hold the model."""
+    return [replace(part, group=dist.group.WORLD) for part in original(root)]

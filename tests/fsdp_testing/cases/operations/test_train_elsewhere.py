@@ -91,3 +91,17 @@ def test_what_is_lost_on_the_way_is_seen(fault):
     cases = [case(*program(Reload()), **THREE), *here_and_there(units=(None,))]
     found = CaseRunner(default_pool()).judge_batch(f"faults_saving:{fault}", cases, Watch())
     assert [result.verdict.value for result in found] == ["pass", *["fail"] * 4], [r.judgement.why for r in found]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_they_step_is_clipped_by_the_norm_of_their_own_mean(ranks):
+    def moved(max_norm):
+        elsewhere = TrainElsewhere(Batch(7), ranks, max_norm=max_norm)
+        replay = Replay(case(elsewhere, nodes=LAYERS, optimizer=OptimizerSpec("sgd", {"lr": 1.0})))
+        before = {fqn: parameter.detach().clone() for fqn, parameter in replay.parameters.items()}
+        replay.run()
+        return torch.cat([(before[fqn] - parameter.detach()).flatten() for fqn, parameter in replay.parameters.items()])
+
+    free, clipped = moved(None), moved(0.25)
+    assert free.norm() > 0.25
+    torch.testing.assert_close(clipped, free * (0.25 / (free.norm() + 1e-6)), rtol=1e-12, atol=1e-15)
