@@ -81,6 +81,12 @@ LAYOUTS = (
 """Widths of 3 and 5 leave uneven shards on 2 ranks and empty ones on 4; half of the groups of 2x2 are without rank 0."""
 
 
+def layouts_of(adapter: Adapter) -> list[Layout]:
+    """Return the layouts of an implementation, without inner units for one that does not claim any."""
+    nested = "nested_wrapping" in adapter.capabilities
+    return list(dict.fromkeys(layout if nested else replace(layout, units="root") for layout in LAYOUTS))
+
+
 def _linear(name: str, **fields: Any) -> dict[str, Any]:
     return {"kind": "linear", "name": name, "out": 3, **fields}
 

@@ -23,7 +23,7 @@ from fsdp_testing.judging.batch_judge import ask_judge
 from fsdp_testing.judging.case_runner import CaseRunner
 from fsdp_testing.oracle.kept_groups import LASTING
 from fsdp_testing.ranks.pool import Pool
-from fsdp_testing.search.checkpoints.axes import LAYOUTS, SUBJECTS, WAYS, Layout, case_of, missing
+from fsdp_testing.search.checkpoints.axes import LAYOUTS, SUBJECTS, WAYS, Layout, case_of, layouts_of, missing
 from fsdp_testing.search.checkpoints.on_ranks import Item, Stage, run_items
 from fsdp_testing.search.checkpoints.verdicts import judge_items
 from fsdp_testing.search.loop import search
@@ -100,7 +100,7 @@ class Plan:
         Raises:
             InvalidArgument: An implementation or a number of ranks has no layout; all of them are named.
         """
-        every = [Place(a, layout) for a in self.adapters for layout in LAYOUTS if layout.size in self.sizes]
+        every = [Place(a, layout) for a in self.adapters for layout in layouts_of(a) if layout.size in self.sizes]
         places = [place for place in every if any(self.asks(place, subject) for subject in self.subjects)]
         idle = [a.name for a in self.adapters if all(place.adapter is not a for place in places)]
         if idle:
@@ -114,10 +114,14 @@ class Plan:
         return places
 
     def not_asked(self) -> list[str]:
-        """Return the subjects that an implementation lacks at every layout because of missing claims, a sentence each."""
+        """Return the layouts and the subjects that an implementation cannot be asked for lack of claims, a sentence each."""
         places, lines = self.places(), []
         for adapter in self.adapters:
             own = [place for place in places if place.adapter is adapter]
+            for layout in layouts_of(adapter):
+                if layout.size in self.sizes and layout not in [place.layout for place in own]:
+                    needs = min((missing(SUBJECTS[subject], layout, adapter) for subject in self.subjects), key=len)
+                    lines.append(f"{adapter.name}: {layout.name}; it needs {', '.join(sorted(needs))}")
             for subject in self.subjects:
                 if not any(self.asks(place, subject) for place in own):
                     needs = min((missing(SUBJECTS[subject], place.layout, adapter) for place in own), key=len)

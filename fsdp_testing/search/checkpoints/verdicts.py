@@ -7,7 +7,7 @@ truth: it was read piece by piece, without any code that saves.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -81,7 +81,7 @@ def _judged(adapter: Adapter, layout: Layout, item: Item, records: Sequence[Case
             return Numbers(Compared())
         # An entry that is missing in a state may make the next step fail.
         place = f"{adapter.reference} {layout.name}"
-        wrong = _loaded(item, ranks) if item.loads else _saved(item, ranks, place)
+        wrong = _loaded(item, ranks) if item.loads else _saved(case, item, ranks, place)
         wrong = wrong or ("" if raised else _settings(item, ranks))
         if wrong or raised:
             return Numbers(Compared(), finding=_differs(case, wrong, layout.size) if wrong else None)
@@ -128,7 +128,7 @@ def _loaded(item: Item, ranks: Sequence[StateObservation]) -> str:
     return f"{Stage.LOADING}: {wrong}" if wrong else ""
 
 
-def _saved(item: Item, ranks: Sequence[StateObservation], place: str) -> str:
+def _saved(case: Case, item: Item, ranks: Sequence[StateObservation], place: str) -> str:
     """Say how the saved state differs from the ranks' state, and keep the truth; nothing if they are equal."""
     folder = Path(item.folder)
     try:
@@ -142,7 +142,18 @@ def _saved(item: Item, ranks: Sequence[StateObservation], place: str) -> str:
     (folder / _TRUTH).write_bytes(dumps(truth))
     saved = of_state(read(item.way, folder))
     wrong = first_difference(_expected_entries(truth.entries, item, saved), saved)
+    wrong = wrong or _unknown(case, truth.entries, read(item.way, folder))
     return f"{Stage.SAVING}: {wrong}" if wrong else ""
+
+
+def _unknown(case: Case, truth: Entries, state: Mapping[str, Any]) -> str:
+    """Say which saved entry no module and no parameter of the plain model has; other implementations would refuse it."""
+    plain = Replay(case).master
+    parameters = {name for name, _ in plain.named_parameters(remove_duplicate=False)}
+    parameters |= {entry.name for entry in truth if entry.kind == "setting"}  # flat ones too
+    unknown = [name for name in state["model"] if name not in plain.state_dict()]
+    unknown += [name for name in (state.get("optimizer") or {}).get("state") or {} if name not in parameters]
+    return f"{unknown[0]} is no parameter or buffer of the model" if unknown else ""
 
 
 def _on_ranks(truth: Entries, size: int) -> Entries:
@@ -157,7 +168,10 @@ def _settings(item: Item, ranks: Sequence[StateObservation]) -> str:
     if item.loads and not item.optimizer:
         return ""
     truth: Truth = loads((Path(item.folder) / _TRUTH).read_bytes())
-    actual = of_ranks(ranks, LATER)
+    try:
+        actual = of_ranks(ranks, LATER)
+    except Contradiction as text:
+        return f"{Stage.FURTHER_STEP}: {text}"
     entries = _expected_entries(truth.entries, item, actual)
     expected = {entry: value for entry, value in entries.items() if entry.kind in ("setting", "schedule")}
     wrong = first_difference(_advanced(expected, SUBJECTS[item.subject]), actual)
@@ -192,7 +206,7 @@ def _expected_entries(truth: Entries, item: Item, actual: Entries) -> Entries:
     kept = {entry: value for entry, value in truth.items() if entry.kind != "setting"}
     settings = {entry: value for entry, value in truth.items() if entry.kind == "setting"}
     named = {entry.name for entry in (*settings, *actual) if entry.kind == "setting"}
-    if not any(name.rpartition(".")[2] == "flat" for name in named):
+    if named <= {entry.name for entry in truth if entry.kind == "parameter"}:
         return kept | settings
     common = {entry.part: value for entry, value in settings.items()}
     names = dict.fromkeys(entry.name for entry in actual if entry.kind == "setting") or {"every parameter": None}

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_testing.adapters import single_process
+from fsdp_testing.adapters import registry, single_process
 from fsdp_testing.adapters.shared import replicated
 
 _SOUND = single_process.IMPLEMENTATION
@@ -133,6 +133,20 @@ def _saves_differently(model: nn.Module) -> Mapping[str, torch.Tensor]:
     return state
 
 
+def _with_a_mask(model: nn.Module) -> Mapping[str, torch.Tensor]:
+    return {**replicated.full_state_dict(model), "outer.mask": torch.ones(2)}
+
+
+def _with_a_ghost(model: nn.Module, optimizer: torch.optim.Optimizer) -> Mapping[str, Any]:
+    state = dict(replicated.full_optimizer_state(model, optimizer))
+    return {**state, "state": {**state["state"], "ghost": {"exp_avg": torch.ones(2)}}}
+
+
+def _thaws(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
+    replicated.load_full_state_dict(model, state)
+    model.requires_grad_(True)
+
+
 LOSES_MOMENT = _loading("loses-moment", lambda state: state["state"]["outer.w.weight"].pop("exp_avg"))
 LOSES_STATE = _loading("loses-state", lambda state: state["state"].pop("outer.inner.w.bias"))
 SWAPS_MOMENTS = _loading("swaps-moments", _swapped)
@@ -142,6 +156,9 @@ FIRST_RANK_ONLY = replace(_SOUND, name="first-rank-only", load_full_state_dict=_
 LEAVES_ONE_OUT = replace(_SOUND, name="leaves-one-out", load_full_state_dict=_all_but_one)
 TRAINS_DIFFERENTLY = replace(_SOUND, name="trains-differently", load_full_state_dict=_trains_differently)
 SAVES_WRONG = replace(_SOUND, name="saves-wrong", full_optimizer_state=_one_element_off)
+SAVES_A_MASK = replace(_SOUND, name="saves-a-mask", full_state_dict=_with_a_mask)
+SAVES_A_GHOST = replace(_SOUND, name="saves-a-ghost", full_optimizer_state=_with_a_ghost)
+THAWS = replace(registry.load("torch-ddp"), name="thaws", load_full_state_dict=_thaws)
 SAVES_DIFFERENTLY = replace(_SOUND, name="saves-differently", full_state_dict=_saves_differently)
 CLEARS_FIRST = replace(_SOUND, name="clears-first", full_optimizer_state=_clears_first)
 DRAWS_NUMBERS = replace(_SOUND, name="draws-numbers", full_state_dict=_draws_numbers)

@@ -13,7 +13,7 @@ from fsdp_testing.errors import InvalidImplementation
 from fsdp_testing.oracle import ways
 from fsdp_testing.ranks.pool.channel import dumps
 from fsdp_testing.search.checkpoints.axes import LAYOUTS, SUBJECTS, missing
-from fsdp_testing.search.checkpoints.entries import Entry, first_difference, of_state
+from fsdp_testing.search.checkpoints.entries import Entries, Entry, first_difference, of_state
 from fsdp_testing.search.checkpoints.on_ranks import Item
 from fsdp_testing.search.checkpoints.verdicts import _expected_entries
 
@@ -62,12 +62,16 @@ def test_groups_say_whose_they_are():
 def test_settings_of_a_parameter_that_is_left_out_are_missed():
     """Only a flat parameter stands for others; a group that is gone is gone."""
     item = Item("", "memory", "", "", loads=True)
-    truth = {RATE: 0.1, Entry("setting", "v", "lr"): 0.1}
-    assert first_difference(_expected_entries(truth, item, {RATE: 0.1}), {RATE: 0.1}) == "lr of v is missing"
-    flat = {Entry("setting", "outer.flat", "lr"): 0.1}
-    assert not first_difference(_expected_entries(truth, item, flat), flat)
-    flat = {Entry("setting", "outer.flat", "lr"): 0.2}
-    assert first_difference(_expected_entries(truth, item, flat), flat) == "lr of outer.flat: got 0.2, expected 0.1"
+    weights: Entries = {Entry("parameter", RATE.name): 1.0, Entry("parameter", "v"): 1.0}
+    truth = {**weights, RATE: 0.1, Entry("setting", "v", "lr"): 0.1}
+    lacking = {**weights, RATE: 0.1}
+    assert first_difference(_expected_entries(truth, item, lacking), lacking) == "lr of v is missing"
+    for name in ("outer.flat", "outer._flat_param"):  # whatever an implementation calls it
+        flat = {**weights, Entry("setting", name, "lr"): 0.1}
+        assert not first_difference(_expected_entries(truth, item, flat), flat)
+        flat = {**weights, Entry("setting", name, "lr"): 0.2}
+        wrong = first_difference(_expected_entries(truth, item, flat), flat)
+        assert wrong == f"lr of {name}: got 0.2, expected 0.1"
 
 
 def test_a_file_may_hold_tensors_and_plain_data_only(tmp_path: Path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from fsdp_testing.adapters import registry
@@ -63,6 +65,41 @@ def test_what_was_saved_wrong_is_told_of_the_saver_in_its_row(results: dict[tupl
     assert len(row) == len(LOADING) + 5
     assert {one.mark for one in row} == {"X"}
     assert all(one.reason.startswith("saving: exp_avg of outer.w.bias, element 2: got ") for one in row)
+
+
+def test_what_a_state_has_too_much_and_what_loading_thaws_is_told():
+    found = exchanged("SAVES_A_MASK", "SAVES_A_GHOST", "THAWS", subjects=("frozen part",))
+    of = {(one.saver.split()[0], one.loader.split(" ")[0]): one for one in found}
+    assert of["saves-a-mask", ""].reason == "saving: outer.mask is no parameter or buffer of the model"
+    assert of["saves-a-ghost", ""].reason == "saving: ghost is no parameter or buffer of the model"
+    assert of["thaws", "thaws"].reason.startswith(
+        "further step: parameter first.w.weight, element 0: ranks 0 and 1 hold"
+    )
+    assert {of[cell].mark for cell in (("saves-a-mask", ""), ("saves-a-ghost", ""), ("thaws", "thaws"))} == {"X"}
+
+
+@pytest.mark.parametrize("name", ["fsdp_ref-flat", "torch-fsdp1-flat"])
+def test_flat_parameters_have_the_settings_of_what_they_hold(name: str):
+    assert {one.mark for one in _of_flat(name)} == {"="}
+
+
+def _of_flat(name: str) -> list[Result]:
+    plan = Plan((registry.load(name),), sizes=(2,), subjects=(MOMENTUM, "no state"), ways=("memory",))
+    return Exchange(plan, default_pool()).run()
+
+
+def test_layouts_without_inner_units_are_asked_and_others_are_named():
+    sound = registry.load(SOUND)
+    plain = replace(
+        sound, name="plain", capabilities=sound.capabilities - {"nested_wrapping", "hybrid"} | {"full_shard"}
+    )
+    plan = Plan((plain,), sizes=(2, 3, 4))
+    assert {place.layout.name for place in plan.places()} == {
+        f"{strategy}/root" for strategy in ("no_shard/2", "no_shard/3", "full_shard/2", "full_shard/3", "full_shard/4")
+    }
+    lines = plan.not_asked()
+    assert "plain: shard_grad_op/2/root; it needs shard_grad_op" in lines
+    assert "plain: hybrid_shard/2x2/root; it needs hybrid" in lines
 
 
 def test_saving_that_changes_the_next_step_is_found(results: dict[tuple[str, str], Result]):
