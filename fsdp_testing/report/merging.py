@@ -152,6 +152,7 @@ def _alike(report: RunReport) -> dict[str, object]:
         "expected failures": request.expectations or "none",
         "injected faults": report.environment.get("faults", "none"),
         **versions_of(report.environment),
+        "commit": report.environment.get("commit", "none"),
     }
 
 

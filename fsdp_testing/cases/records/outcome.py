@@ -10,6 +10,7 @@ from fsdp_testing.cases.records import verdict as verdicts
 from fsdp_testing.cases.records.finding import Finding
 from fsdp_testing.cases.records.portrait import Portrait
 from fsdp_testing.cases.records.verdict import Verdict
+from fsdp_testing.errors import InvalidRecord
 
 FORMAT = Format("fsdp_testing/report", 3)
 
@@ -133,6 +134,16 @@ class RunReport:
         """Read a report.
 
         Raises:
-            InvalidRecord: The document is damaged or newer than this version.
+            InvalidRecord: The document is damaged or newer than this version, or a check passes against its own cases.
         """
-        return decode(cls, FORMAT.read(text, where), where)
+        report: RunReport = decode(cls, FORMAT.read(text, where), where)
+        if wrong := [f"{r.implementation} {r.check}" for r in report.results if _passes_against_cases(r)]:
+            raise InvalidRecord(
+                f"{where}: expected checks that pass with cases that pass, got a pass with no case, or with one that does "
+                f"not hold: {', '.join(wrong)}. The document was changed; run the checks again."
+            )
+        return report
+
+
+def _passes_against_cases(result: CheckResult) -> bool:
+    return result.verdict is Verdict.PASS and verdicts.merge(case.verdict for case in result.cases) is not Verdict.PASS

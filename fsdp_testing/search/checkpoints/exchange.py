@@ -118,10 +118,6 @@ class Plan:
         places, lines = self.places(), []
         for adapter in self.adapters:
             own = [place for place in places if place.adapter is adapter]
-            for layout in layouts_of(adapter):
-                if layout.size in self.sizes and layout not in [place.layout for place in own]:
-                    needs = min((missing(SUBJECTS[subject], layout, adapter) for subject in self.subjects), key=len)
-                    lines.append(f"{adapter.name}: {layout.name}; it needs {', '.join(sorted(needs))}")
             for subject in self.subjects:
                 if not any(self.asks(place, subject) for place in own):
                     needs = min((missing(SUBJECTS[subject], place.layout, adapter) for place in own), key=len)
@@ -129,6 +125,10 @@ class Plan:
             if not _has_optimizer(adapter):
                 lacking = sorted({"optim_state", "optimizer_pieces"} - adapter.capabilities)
                 lines.append(f"{adapter.name}: the state of the optimizer; it needs {', '.join(lacking)}")
+            for layout in layouts_of(adapter):
+                if layout.size in self.sizes and layout not in [place.layout for place in own]:
+                    needs = min((missing(SUBJECTS[subject], layout, adapter) for subject in self.subjects), key=len)
+                    lines.append(f"{adapter.name}: {layout.name}; it needs {', '.join(sorted(needs))}")
         return lines
 
     def asks(self, place: Place, subject: str) -> bool:

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from fsdp_testing.cases.records import CheckResult, Request, RunReport, Verdict
-from fsdp_testing.errors import InvalidArgument
+from fsdp_testing.cases.records import CaseOutcome, CheckResult, Request, RunReport, Verdict
+from fsdp_testing.errors import InvalidArgument, InvalidRecord
 from fsdp_testing.report.merging import merged
 from fsdp_testing.report.summary import report_exit_code
 
@@ -16,9 +16,13 @@ CHECKS = ("s.a", "s.b", "s.c", "s.d", "s.e")
 VERDICTS = {("two", "s.d"): Verdict.FAIL, ("one", "s.a"): Verdict.NOT_CLAIMED}
 
 
+def result(name: str, check: str, verdict: Verdict) -> CheckResult:
+    return CheckResult(name, check, "", (), verdict, cases=(CaseOutcome("c", verdict, 2, "full_shard"),))
+
+
 def whole(checks=CHECKS) -> RunReport:
     results = tuple(
-        CheckResult(name, check, "", (), VERDICTS.get((name, check), Verdict.PASS))
+        result(name, check, VERDICTS.get((name, check), Verdict.PASS))
         for name in NAMES
         for check in checks
     )
@@ -120,3 +124,19 @@ def test_dates_of_every_part_are_kept():
 def test_the_only_part_is_the_whole_run():
     nothing = (CheckResult("one", "s.a", "", (), Verdict.NOT_CLAIMED),)
     assert report_exit_code(RunReport(nothing, ("one",), shard=(1, 1))) == 3
+
+
+@pytest.mark.parametrize("verdicts", [(), (Verdict.PASS, Verdict.FAIL), (Verdict.UNKNOWN,)])
+def test_a_pass_against_its_own_cases_is_a_changed_document(verdicts):
+    cases = tuple(CaseOutcome("c", verdict, 2, "full_shard") for verdict in verdicts)
+    report = RunReport((CheckResult("one", "s.a", "", (), Verdict.PASS, cases=cases),), ("one",))
+    with pytest.raises(InvalidRecord, match="one s.a. The document was changed"):
+        RunReport.from_json(report.to_json(), "report.json")
+
+
+def test_parts_of_two_commits_are_no_whole():
+    given = parts(2, whole())
+    last = list(given)[-1]
+    given[last] = replace(given[last], environment={**given[last].environment, "commit": "b1"})
+    with pytest.raises(InvalidArgument, match="has commit b1, .* has none"):
+        merged(given)
