@@ -358,7 +358,8 @@ def _traffic(units: Sequence[UnitLayout], ranks: Ranks, options: argparse.Namesp
 
 
 def _share(part: int, whole: int) -> str:
-    return f"{100 * part / whole:.2g} %" if whole else "0 %"
+    share = 100 * part / whole if whole else 0.0
+    return f"{share:.2g} %" if share < 10 else f"{share:,.0f} %"
 
 
 def _bytes(count: int) -> str:

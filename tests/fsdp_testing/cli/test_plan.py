@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_ref.plan.command import _bytes
+from fsdp_ref.plan.command import _bytes, _share
 from fsdp_ref.plan.unit_layouts import unit_layouts
 from fsdp_testing.cases.models import MODELS
 
@@ -86,3 +86,8 @@ def test_what_is_gathered_counts(verify: Callable[..., Any], model: str, strateg
     size = sum(wholes[held]) + max(wholes) if wholes[held] else 0
     line = next(line for line in verify("plan", model, "--strategy", strategy).out.splitlines() if "a rank: " in line)
     assert f" {_bytes(size)} gathered units and a whole gradient" in line
+
+
+def test_shares_are_plain_numbers():
+    assert [_share(part, 100) for part in (0, 1, 2, 99, 100, 250)] == ["0 %", "1 %", "2 %", "99 %", "100 %", "250 %"]
+    assert (_share(1, 3000), _share(1, 0)) == ("0.033 %", "0 %")
