@@ -73,10 +73,12 @@ def _followed(tree: ast.Module, node: ast.AST, hops: int) -> list[_Factor]:
     while isinstance(parent := getattr(node, "parent", None), (*_HOLDERS, ast.keyword)):
         if isinstance(parent, ast.BinOp) and isinstance(parent.op, ast.Div | ast.Mult):
             is_left = parent.left is node
-            other = parent.right if is_left else parent.left
-            if isinstance(parent.op, ast.Mult) or is_left:
-                factors.append((other, isinstance(parent.op, ast.Div)))
+            if isinstance(parent.op, ast.Div) and not is_left:
+                return factors  # it divides something: what comes of that is another number
+            factors.append((parent.right if is_left else parent.left, isinstance(parent.op, ast.Div)))
         node = parent
+    if isinstance(parent, ast.AugAssign) and isinstance(parent.op, ast.Div | ast.Mult):
+        return factors  # it scales something: a gradient, for example
     uses = (
         [
             _of_use(tree, use, hops - 1)

@@ -42,7 +42,7 @@ from fsdp_testing.train.quantities import Kind
 from fsdp_testing.train.report import Judgement
 from fsdp_testing.train.rows import prepared_apart, strange_shares, taken_elsewhere, unknown_shares
 from fsdp_testing.train.running import Failed, Runner, Undecided
-from fsdp_testing.train.whole import WholeRun, first_steps, initial, own_parts, whole
+from fsdp_testing.train.whole import WholeRun, first_steps, initial, outdated_in_use, own_parts, whole
 
 
 def run_alone(runner: Runner, size: int) -> tuple[WholeRun, WholeRun]:
@@ -183,7 +183,7 @@ def _judge_with_rows(runner: Runner, runs: dict[int, WholeRun], size: int) -> Ju
         pair, how, other_rows, compared = itself, _SHARED, None, _compared(itself)
     if other_rows is not None:
         raise other_rows
-    if odd := taken_elsewhere(alone, taken) or prepared_apart(alone, loaded):
+    if odd := taken_elsewhere(alone, taken) or prepared_apart(alone, loaded) or outdated_in_use(run):
         raise Undecided(f"trains as {pair.other} does, but {odd}")
     if pair.feed.scale != 1.0 and (counts := more_micro_batches(pair)):
         here, there = counts

@@ -21,7 +21,7 @@ from fsdp_testing.train.pair import Pair, fail
 from fsdp_testing.train.quantities import LOSS, Kind, Quantities, Quantity
 from fsdp_testing.train.report import compared_lines
 from fsdp_testing.train.running import Failed, Undecided
-from fsdp_testing.train.whole import WholeRun, copies_left_out, initial, means_of_weights, with_ends
+from fsdp_testing.train.whole import WholeRun, copies_left_out, initial, means_of_weights, outdated_in_use, with_ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +166,10 @@ def _fail_by(pair: Pair, difference: Difference, names: Sequence[Quantity], trai
     cause = pair.cause(difference)
     is_set = difference.quantity.kind in (Kind.RATE, Kind.SETTING) or pair.varied is not None
     apart = not is_set and pair.agrees_apart(lambda world: only(world.quantities, trained))
+    if not cause.startswith("Cause: ") and not is_set:
+        outdated = outdated_in_use(pair.run)
+        apart = apart and not outdated
+        cause = f"Cause: {outdated}" if outdated else cause
     if not cause.startswith("Cause: ") and not is_set:
         cause = multiples.OWN_IN_FORWARD if apart else pair.cause_of_ranks(difference) or cause
     fail(pair, difference, cause)

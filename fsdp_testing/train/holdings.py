@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import accumulate, pairwise
@@ -231,8 +231,10 @@ _FOREIGN = frozenset({"torch", "numpy", "fsdp_testing", "builtins", *sys.stdlib_
 _LEVELS, _MOST_ITEMS, _MOST_OBJECTS = 4, 1000, 20_000
 
 
-def copies_in(variables: Sequence[Mapping[str, Any]], models: Sequence[nn.Module], block: int) -> dict[str, Spans]:
-    """Return what this rank has of each other copy of the models' weights, by the name of its variable.
+def copies_in(
+    variables: Sequence[Mapping[str, Any]], models: Sequence[nn.Module], block: int, ran: Collection[nn.Module]
+) -> tuple[dict[str, Spans], tuple[str, ...]]:
+    """Return what this rank has of each other copy of the models' weights, by the name of its variable; and those that ran.
 
     Where there is none, objects that are named like a moving average are returned with nothing.
 
@@ -240,8 +242,10 @@ def copies_in(variables: Sequence[Mapping[str, Any]], models: Sequence[nn.Module
         variables: Variables of each function, or of the script.
         models: Those that are trained.
         block: Number of elements per sum, for larger tensors.
+        ran: Modules that the script called.
     """
     copies: dict[str, Spans] = {}
+    called: list[str] = []
     averages: dict[str, Spans] = {}
     trained = {id(part) for model in models for part in model.modules()}
     with suppress(Exception):  # an odd variable must not end a training that is only watched
@@ -252,10 +256,13 @@ def copies_in(variables: Sequence[Mapping[str, Any]], models: Sequence[nn.Module
             with suppress(Exception):
                 spans = _spans(value, parts, block)
                 if spans:
-                    copies[name if name not in copies else f"{name}, number {len(copies)}"] = spans
+                    name = name if name not in copies else f"{name}, number {len(copies)}"
+                    copies[name] = spans
+                    is_called = isinstance(value, nn.Module) and any(part in ran for part in value.modules())
+                    called += [name] if is_called else []
                 elif _is_average(name, value):
                     averages[name] = {}
-    return copies or averages
+    return copies or averages, tuple(called)
 
 
 def _is_average(name: str, value: Any) -> bool:

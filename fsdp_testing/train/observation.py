@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest import mock
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -82,6 +82,7 @@ class Observer:
         self._made_rates: WeakKeyDictionary[torch.optim.Optimizer, list[float]] = WeakKeyDictionary()
         self._generators: WeakKeyDictionary[nn.Module, Generators] = WeakKeyDictionary()
         self._schedules: WeakKeyDictionary[LRScheduler, int] = WeakKeyDictionary()
+        self.ran: WeakSet[nn.Module] = WeakSet()
         self._hooks = ParameterHooks()
         self._ended, self._ignoring = 0, False
         self._steps_itself = self._receives = False
@@ -145,6 +146,7 @@ class Observer:
                 observer._close(may_end=outermost)
             if observer._depth or next(module.parameters(), None) is None or compat.in_backward():
                 return original(module, *args, **kwargs)
+            observer.ran.add(module)
             if not outermost:
                 return observer._computed.silently(partial(original, module, *args, **kwargs), [args, kwargs])
             args, kwargs = observer._before_forward(args, kwargs)

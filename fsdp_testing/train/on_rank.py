@@ -82,6 +82,7 @@ class RankReport:
         outside: Files that it wrote elsewhere than below its current folder.
         hosts: Other machines that it asked for.
         copies: Other copies of the weights at the end, by variable name; empty if only the name suggests a copy.
+        called: Those of them that are modules which the script called.
         idle_passes: Backward passes of a training that steps no optimizer and moves no weight.
         trains: Whether it ran any backward pass, or made a step.
         ended: Whether the training ended on its own.
@@ -102,6 +103,7 @@ class RankReport:
     outside: tuple[str, ...] = ()
     hosts: tuple[str, ...] = ()
     copies: dict[str, Spans] = field(default_factory=dict)
+    called: tuple[str, ...] = ()
     idle_passes: int = 0
     trains: bool = True
     ended: bool = True

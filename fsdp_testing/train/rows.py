@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import product, zip_longest
+from functools import partial
+from itertools import zip_longest
 
 import torch
 
@@ -18,8 +19,12 @@ from fsdp_testing.train.loaders import LoaderSeen, Pass, of_training
 from fsdp_testing.train.whole import WholeRun
 
 _CHANCE, _COINCIDENCE = 2**-10, 2**-14
-_ENOUGH, _ON_LINE = 4, 1e-5
-"""Rows that are compared at least, and by what part of its largest number one may be off a line (they may be float32)."""
+_ENOUGH, _ON_LINE, _CHANGED = 4, 1e-5, 1 / 4
+"""Rows that are compared at least, by what part of its largest number one may be off a line (they may be float32), and the part
+of rows that has to have other numbers."""
+_MOVED = "shifted or scaled by other numbers"
+_MOST_BLOCK, _FIRST_BLOCKS, _WAYS = 128, (8, 16, 32), 32
+"""Rows of two blocks at most, numbers of rows of a first block, and about how many ways to divide rows are tried."""
 _OWN_ROWS = (
     "not compared: how the ranks share the rows. No DataLoader gives them, and {} of the {} that the ranks take are none of one "
     "process in these steps: each rank draws its own, or takes them otherwise (inputs with the labels of other rows)"
@@ -87,15 +92,16 @@ def _same_batch(run: WholeRun) -> bool:
 def prepared_apart(alone: WholeRun, run: WholeRun) -> str:
     """Return a sentence if a rank's dataset has rows of one process with other numbers in them; otherwise empty.
 
-    Whether shares are blocks or each n-th row, or all ranks hold all rows, rank 0's first rows are among the first of one
-    process, and the last rank's last rows among its last.
+    Whether shares are blocks, each n-th row or each n-th block (file, environment), or all ranks hold all rows, rank 0's first
+    rows are among the first of one process, and the last rank's last rows among its last.
     """
     if any(rank.taken.marks for rank in run.ranks):
         return ""
     for own, ranks in _loaders(alone, run):
         edges = (0, own.first_rows, ranks[0].first_rows), (run.size - 1, own.last_rows, ranks[-1].last_rows)
-        for (rank, here, there), step in product(edges, (1, run.size)):
-            if how := _changed(here[::step], there):
+        for rank, here, there in edges:
+            length = int(ranks[rank].dataset[0]) if ranks[rank].dataset else len(there)
+            if how := _changed_at_best(here, there, length, run.size):
                 return (
                     f"rank {rank}'s dataset has the rows of one process, {how}: each rank's own statistic, such as the mean and "
                     "deviation, the bucket edges, the vocabulary or the projection of its share, or random numbers of its own. "
@@ -105,49 +111,92 @@ def prepared_apart(alone: WholeRun, run: WholeRun) -> str:
     return ""
 
 
-def _changed(here: Sequence[torch.Tensor], there: Sequence[torch.Tensor]) -> str:
-    """Return how rows became others, if they are the same rows and no longer have the same numbers; otherwise empty."""
-    pairs = [*zip(here, there)]
+def _changed_at_best(here: Sequence[torch.Tensor], there: Sequence[torch.Tensor], length: int, size: int) -> str:
+    """Return how a rank's rows became others, wherever they are among those of one process; empty if they are equal somewhere.
+
+    Args:
+        here: Rows of one process, from an edge on.
+        there: Rows of a rank, from the same edge on.
+        length: Number of rows of the rank.
+        size: Number of ranks.
+    """
+    blocks = [rows for rows in range(2, min(length, _MOST_BLOCK) // 2 + 1) if length % rows == 0]
+    whole = [
+        [*range(len(there))],
+        *([_nth_blocks(place, rows, size) for place in range(len(there))] for rows in (1, *blocks)),
+    ]
+    aligned = [[(here[at], row) for at, row in zip(places, there) if at < len(here)] for places in whole]
+    if any(len(pairs) >= _ENOUGH and all(torch.equal(*pair) for pair in pairs) for pairs in aligned):
+        return ""
+    # The first block may be a file of any length; of so few rows, numbers that follow from their places look like any others.
+    files = [aligned[0][:rows] for rows in _FIRST_BLOCKS if rows < len(aligned[0])]
+    usual, rare = (
+        map(partial(_changed, rare=is_rare), ways) for is_rare, ways in ((False, aligned[:2]), (True, aligned[2:]))
+    )
+    return next(filter(None, (*usual, *rare, *(_MOVED for file in files if _is_moved(file)))), "")
+
+
+def _nth_blocks(place: int, rows: int, size: int) -> int:
+    """Return where a row is among all rows, if a rank has each `size`-th block of so many rows."""
+    return place // rows * rows * size + place % rows
+
+
+def _changed(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], *, rare: bool) -> str:
+    """Return how rows became others, if they are the same rows and no longer have the same numbers; otherwise empty.
+
+    Args:
+        pairs: What may be the same row, of one process and of a rank.
+        rare: One of many ways to divide rows, of which each may show a likeness by chance.
+    """
+    chance = _COINCIDENCE / _WAYS if rare else _COINCIDENCE
     if len(pairs) < _ENOUGH or any(due.shape != got.shape for due, got in pairs) or not len(pairs[0][0]):
         return ""
     if len({due.shape for due, _ in pairs}) == 1:
+        if _is_moved(pairs, values=_ENOUGH if rare else 1):
+            return _MOVED
         due, got = (torch.stack(rows) for rows in zip(*pairs))
-        if len(pairs) >= 2 * _ENOUGH and _is_shifted(due, got):
-            return "shifted or scaled by other numbers"
-        if _agree_in_part(due, got):
+        if _agree_in_part(due, got, chance):
             return "of which some numbers are others"
-    return "with other whole numbers in place of each" if _is_renamed(*map(torch.cat, zip(*pairs))) else ""
+    due, got = (torch.cat(rows) for rows in zip(*pairs))
+    return "with other whole numbers in place of each" if _is_renamed(due, got, chance) else ""
 
 
-def _agree_in_part(due: torch.Tensor, got: torch.Tensor) -> bool:
-    """Whether a column agrees more often than by chance, which says that the rows are the same, and another does not."""
-    others = (got - due).abs().amax(0) > _ON_LINE * due.abs().amax(0)
-    agrees = [_agreement(*columns) > math.log(len(others) / _COINCIDENCE) for columns in zip(due.T, got.T)]
-    return bool(others.any()) and any(agrees)
+def _agree_in_part(due: torch.Tensor, got: torch.Tensor, chance: float) -> bool:
+    """Whether a column agrees more often than by chance, which says that the rows are the same, and another does not in these.
+
+    A share of files begins with the same rows and goes on with others. A label is the same in few of these.
+    """
+    apart = ((got - due).abs() > _ON_LINE * due.abs().amax(0)).any(1)
+    return any(
+        float(apart[here == there].double().mean()) > _CHANGED
+        for here, there in zip(due.T, got.T)
+        if _agreement(here, there) > math.log(due.shape[1] / chance)
+    )
 
 
 def _agreement(due: torch.Tensor, got: torch.Tensor) -> float:
     """Return minus the logarithm of the chance that two columns of one distribution agree in so many rows."""
     chance = float((due.unique(return_counts=True)[1] / len(due)).square().sum())
     share = float((due == got).double().mean())
-    if share <= chance or _is_regular(due):
+    if share <= chance or _is_regular(due) or _is_regular(got):
         return 0.0
     missing = (1 - share) * math.log((1 - share) / (1 - chance)) if share < 1 else 0.0
     return len(due) * (share * math.log(share / chance) + missing)
 
 
-def _is_renamed(due: torch.Tensor, got: torch.Tensor) -> bool:
+def _is_renamed(due: torch.Tensor, got: torch.Tensor, chance: float) -> bool:
     """Whether whole numbers were replaced, each by one other; a number that occurs again confirms it."""
     if (
         torch.equal(due, got)
         or not torch.equal(due, due.round())
         or not torch.equal(got, got.round())
         or _is_regular(due)
+        or _is_regular(got)
     ):
         return False
     pairs = {*zip(due.tolist(), got.tolist())}
     is_one_to_one = len({old for old, _ in pairs}) == len({new for _, new in pairs}) == len(pairs)
-    return is_one_to_one and len(pairs) > 1 and len(due) - len(pairs) > -math.log2(_COINCIDENCE)
+    return is_one_to_one and len(pairs) > 1 and len(due) - len(pairs) > -math.log2(chance)
 
 
 def _is_regular(column: torch.Tensor) -> bool:
@@ -158,9 +207,17 @@ def _is_regular(column: torch.Tensor) -> bool:
     return runs or repeats or bool((steps == steps[0]).all())
 
 
-def _is_shifted(due: torch.Tensor, got: torch.Tensor) -> bool:
-    """Whether each column is a linear function of the other rows' column; three points form no line by chance."""
-    if torch.equal(due, got):
+def _is_moved(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], values: int = _ENOUGH) -> bool:
+    """Whether each column is a linear function of the other rows' column; three points form no line by chance.
+
+    Args:
+        pairs: Rows of one process and of a rank.
+        values: So many different numbers must be in a column that changed.
+    """
+    if len(pairs) < 2 * _ENOUGH or len({row.shape for pair in pairs for row in pair}) > 1:
+        return False
+    due, got = (torch.stack(rows) for rows in zip(*pairs))
+    if not due.shape[1] or torch.equal(due, got):
         return False
     centred, moved = due - due.mean(0), got - got.mean(0)
     slope = (centred * moved).sum(0) / centred.square().sum(0).clamp_min(torch.finfo(torch.float64).tiny)
@@ -168,6 +225,7 @@ def _is_shifted(due: torch.Tensor, got: torch.Tensor) -> bool:
     varied = moved.abs().amax(0) > _ON_LINE * got.abs().amax(0)
     on_line = apart <= _ON_LINE * (moved.abs().amax(0) + got.abs().amax(0))
     changed = ((got - due).abs().amax(0) > _ON_LINE * due.abs().amax(0)) & varied
+    changed &= torch.tensor([len(column.unique()) >= values for column in due.T])
     return bool(on_line.all()) and bool(changed.any())
 
 

@@ -94,7 +94,9 @@ class ScriptJob(Job):
         finally:
             hook.remove()
         scopes += [frame.f_locals for frame in frames]
-        return {"copies": copies_in(scopes, observer.reader.models, observer.reader.block), "ended": ended}
+        reader = observer.reader
+        copies, called = copies_in(scopes, reader.models, reader.block, observer.ran)
+        return {"copies": copies, "called": called, "ended": ended}
 
 
 def _of_script(stack: Iterable[tuple[FrameType, int]]) -> list[FrameType]:

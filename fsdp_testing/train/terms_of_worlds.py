@@ -118,7 +118,9 @@ def of_backward(reference: WholeRun, run: WholeRun, key: Quantity, step: int, ro
     due, got = _mean_terms(reference, step), _mean_terms(run, step)
     if not got or due.keys() != got.keys() or any(value.shape != due[name].shape for name, value in got.items()):
         return ""
-    if all(near(value, due[name]) for name, value in got.items()):
+    if all(near(value, due[name]) for name, value in got.items()) and not _explains(
+        due, got, (reference, run), key, step
+    ):
         return (
             "It begins to differ after backward, whose mean over ranks is the gradient of one process: what the script does with "
             "gradients before the step depends on the rank or on the number of ranks (a norm, or a factor, of a rank's own "
@@ -138,6 +140,21 @@ def of_backward(reference: WholeRun, run: WholeRun, key: Quantity, step: int, ro
         "forward (no gradient passes those of torch.distributed; it does those of torch.distributed.nn.functional), an "
         "autograd.Function, a detach."
     )
+
+
+def _explains(
+    due: Mapping[str, torch.Tensor],
+    got: Mapping[str, torch.Tensor],
+    worlds: tuple[WholeRun, WholeRun],
+    key: Quantity,
+    step: int,
+) -> bool:
+    """Whether what backward gave already differs by a good part of what the stepped gradients differ by."""
+    stepped = [world.quantities[key][step].double() for world in worlds if step < len(world.quantities.get(key, ()))]
+    if key.name not in got or len(stepped) < len(worlds) or stepped[0].shape != stepped[1].shape:
+        return False
+    apart = float((stepped[1] - stepped[0]).abs().max())
+    return float((got[key.name] - due[key.name]).abs().max()) > apart / 4
 
 
 def _near(one: torch.Tensor, other: torch.Tensor, *, share: float) -> bool:

@@ -301,9 +301,36 @@ def _is_mean_of_weights(run: WholeRun, key: Quantity) -> bool:
     return bool(((copy >= values.amin(0) - room) & (copy <= values.amax(0) + room)).all())
 
 
+def outdated_copies(run: WholeRun) -> dict[str, int]:
+    """Return the copies of weights of which a rank has other numbers than an earlier rank, and that rank.
+
+    Where ranks have other weights, so do their copies: that is told of the weights.
+    """
+    odd: dict[str, int] = {}
+    for name, spans in run.ranks[0].copies.items() if not run.disagreements else ():
+        for part in spans if name not in odd else ():
+            rank = assembled([rank.copies.get(name, {}).get(part, ()) for rank in run.ranks])[1]
+            if rank is not None and part not in run.own:
+                odd[name] = rank
+    return odd
+
+
+def outdated_in_use(run: WholeRun) -> str:
+    """Say which rank computes with a copy of the weights that differs from an earlier rank's; empty if none does."""
+    for name, rank in outdated_copies(run).items():
+        if name in run.ranks[rank].called:
+            return (
+                f"rank {rank} computes with {name!r}, a copy of the weights that has other numbers there than on rank 0. Update "
+                "it on every rank, or broadcast it; a teacher, a moving average and a reference model are one model of all ranks."
+            )
+    return ""
+
+
 def copies_left_out(reference: WholeRun, run: WholeRun) -> list[str]:
     """Return sentences on the copies of weights, or parts of them, that are not compared."""
     sentences, means = [], means_of_weights(reference)
+    for name, rank in outdated_copies(run).items():
+        sentences.append(f"{name!r} of rank {rank}, which has other numbers than that of rank 0")
     for name, spans in run.ranks[0].copies.items():
         keys = [Quantity(Kind.COPY, part, name) for part in spans]
         odd = [key for key in keys if key in reference.quantities and key not in means]

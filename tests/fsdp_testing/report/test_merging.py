@@ -22,9 +22,7 @@ def result(name: str, check: str, verdict: Verdict) -> CheckResult:
 
 def whole(checks=CHECKS) -> RunReport:
     results = tuple(
-        result(name, check, VERDICTS.get((name, check), Verdict.PASS))
-        for name in NAMES
-        for check in checks
+        result(name, check, VERDICTS.get((name, check), Verdict.PASS)) for name in NAMES for check in checks
     )
     return RunReport(results, NAMES, {"torch": "2.13.0"}, (2,), seconds=6.0, request=Request(tuple(checks)))
 

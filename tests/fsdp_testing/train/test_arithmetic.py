@@ -96,6 +96,23 @@ def a_divisor():
     return size / take()
 
 
+class Weight:
+    grad = 4.0
+
+
+def a_divisor_of_what_is_scaled_elsewhere():
+    weight = Weight()
+    weight.grad /= size
+    value = take()
+    weight.grad *= 0.7 / value
+
+
+def a_factor_of_what_is_scaled_elsewhere():
+    weight = Weight()
+    weight.grad /= size
+    weight.grad *= take()
+
+
 @pytest.mark.parametrize(
     ("code", "expected"),
     [
@@ -111,6 +128,8 @@ def a_divisor():
         (by_its_name_again, 24.0),
         (by_what_a_call_gives, None),
         (a_divisor, 12.0),
+        (a_divisor_of_what_is_scaled_elsewhere, 12.0),
+        (a_factor_of_what_is_scaled_elsewhere, 12.0),
     ],
 )
 def test_a_number_is_followed_by_its_factors(code, expected):

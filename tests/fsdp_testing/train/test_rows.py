@@ -194,7 +194,7 @@ def test_each_row_of_a_large_batch_has_a_digest():
 
 def prepared(rows, digest):
     """Return a run of two ranks, or one, of which rank 0's dataset begins with these rows."""
-    loaders = [LoaderSeen(dataset=(digest,), first_rows=list(rows)) for _ in range(2)]
+    loaders = [LoaderSeen(dataset=(str(len(rows)), digest), first_rows=list(rows)) for _ in range(2)]
     ranks = [SimpleNamespace(taken=SimpleNamespace(loaders=[loader], marks=[])) for loader in loaders]
     return SimpleNamespace(size=2, ranks=ranks)
 
@@ -220,6 +220,53 @@ def test_a_share_that_is_scaled_by_its_own_statistic_is_known_however_it_is_divi
         )
         for other in (*others, share[:3] * 2, []):
             assert prepared_apart(prepared(rows, "a"), prepared(other, "b")) == ""
+
+
+def in_blocks(rows, length):
+    """Return each second block of so many rows, from the first and from the second block on."""
+    blocks = rows.split(length)
+    return torch.cat(blocks[::2]), torch.cat(blocks[1::2])
+
+
+def test_a_share_of_blocks_that_is_scaled_or_numbered_by_its_own_statistic_is_known():
+    generator = torch.Generator().manual_seed(4)
+    rows = torch.randn(96, 3, generator=generator).double()
+    words = torch.randint(0, 15, (96, 5), generator=generator)
+    labels = (rows.sum(1, keepdim=True) > 0).double()
+    for length in (2, 4, 8, 16):
+        for whole, fit in ((rows, lambda share: (share - share.mean(0)) / share.std(0)), (words.double(), numbered)):
+            first, last = (fit(share) for share in in_blocks(whole, length))
+            alone = edges(fit(whole)[:64], fit(whole).flip(0)[:64])
+            assert "each rank's own statistic" in prepared_apart(alone, edges(first, last.flip(0)))
+            first, last = in_blocks(fit(whole), length)
+            assert prepared_apart(alone, edges(first, last.flip(0))) == ""
+        advantages = rows[:, :1]
+        kept = torch.cat([rows[:, 1:], labels], 1)
+        first = torch.cat([in_blocks(kept, length)[0], in_blocks(advantages, length)[0] * 1.1 - 0.05], 1)
+        assert "each rank's own statistic" in prepared_apart(edges(torch.cat([kept, advantages], 1)[:64]), edges(first))
+
+
+def test_the_first_file_of_a_share_tells_whatever_its_length():
+    rows = torch.randn(96, 3, generator=torch.Generator().manual_seed(5)).double()
+    share = torch.cat([rows[:13], rows[40:61], rows[70:81]])
+    assert "each rank's own statistic" in prepared_apart(
+        edges(rows[:64]), edges((share - share.mean(0)) / share.std(0))
+    )
+    assert prepared_apart(edges(rows[:64]), edges(share)) == ""
+
+
+def test_numbers_that_follow_from_places_are_no_statistic_of_a_share():
+    rows = torch.arange(96.0).double()[:, None] / 100
+    for share in (rows[::2], rows[:48], torch.cat(rows.split(8)[::2])):
+        assert prepared_apart(edges(rows[:64]), edges(share)) == ""
+
+
+def numbered(share):
+    """Return the rows with each word's number in the order of first use."""
+    known = {}
+    for word in share.reshape(-1).tolist():
+        known.setdefault(word, len(known))
+    return torch.tensor([[known[word] for word in row] for row in share.tolist()]).double()
 
 
 def edges(first, last=()):

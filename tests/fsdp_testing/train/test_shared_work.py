@@ -201,3 +201,21 @@ def test_a_moving_average_is_compared_wherever_a_script_keeps_it_and_however_it_
 )
 def test_a_moving_average_that_cannot_be_compared_is_named(where, told):
     assert f"not compared: {told}" in said(judge("averages", "--where", where, "--mistake", steps=5), Verdict.PASS)
+
+
+OUTDATED = (
+    "rank 1 computes with 'teacher', a copy of the weights that has other numbers there than on rank 0. Update it"
+)
+
+
+def test_a_copy_that_a_rank_uses_and_does_not_update_is_no_pass():
+    """Of a small rate the numbers that it gives are those of one process within roundings; of a large one they are not."""
+    stale = ("teacher", "--updated-on", "rank 0")
+    assert f"but {OUTDATED}" in said(judge(*stale, "--rate", "1e-6", steps=3), Verdict.UNKNOWN)
+    assert f"Cause: {OUTDATED}" in said(judge(*stale, "--rate", "0.5", steps=3), Verdict.FAIL)
+    for right in (("teacher", "--rate", "0.5"), (*stale, "--used", "on rank 0"), (*stale, "--used", "never")):
+        text = said(judge(*right, steps=3), Verdict.PASS)
+        assert "weights kept as 'teacher'" in text
+        assert ("not compared: 'teacher' of rank 1, which has other numbers than that of rank 0" in text) == (
+            "rank 0" in right
+        )
