@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fsdp_testing.base import extras
+from fsdp_testing.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from fsdp_testing.report.sheet import Sheet
@@ -49,6 +50,16 @@ def checked_outputs(options: argparse.Namespace) -> dict[str, Path]:
         paths["--html"] = page / "index.html"
     for option, path in paths.items():
         check_writable(path, option)
+    same = [
+        option
+        for option, path in paths.items()
+        if [each.resolve() for each in paths.values()].count(path.resolve()) > 1
+    ]
+    if same:
+        raise InvalidArgument(
+            f"{' and '.join(same)}: expected a file for each, got {str(paths[same[0]])!r} for {len(same)}. "
+            "Give them different names."
+        )
     return paths
 
 
@@ -75,9 +86,16 @@ def present(
     from fsdp_testing.report.terminal import print_sheet, say_ending
 
     print_sheet(sheet, console, full=full)
+    unwritten = []
     for option, path in paths.items():
-        write_atomically(path, _page(page() if page else sheet) if option == "--html" else texts[option](), option)
-        console.say(f"written: {path}")
+        try:
+            write_atomically(path, _page(page() if page else sheet) if option == "--html" else texts[option](), option)
+        except InvalidArgument as error:
+            unwritten.append(str(error))  # the others may lie on another disk
+        else:
+            console.say(f"written: {path}")
+    if unwritten:
+        raise InvalidArgument(" ".join(unwritten))
     _add_to_job_summary(sheet, console)
     say_ending(sheet, console)
     return sheet.exit_code

@@ -6,6 +6,7 @@ interrupted run leaves the previous report whole.
 
 from __future__ import annotations
 
+import errno
 import os
 import uuid
 from contextlib import suppress
@@ -24,8 +25,11 @@ def check_writable(path: Path, option: str) -> None:
     Raises:
         InvalidArgument: The directory cannot be made or written to, or a directory is in the file's place.
     """
+    path = _target(path, option)
     probe = _beside(path)
     try:
+        if _is_device(path):
+            return
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir():
             raise IsADirectoryError(21, "it is a directory", str(path))
@@ -36,13 +40,17 @@ def check_writable(path: Path, option: str) -> None:
 
 
 def write_atomically(path: Path, text: str, option: str = "report") -> None:
-    """Write `text` to `path` as UTF-8, whole or not at all.
+    """Write `text` to `path` as UTF-8, whole or not at all; through a link, and straight into a device or a pipe.
 
     Raises:
         InvalidArgument: It cannot be written; what was there before is still there.
     """
+    path = _target(path, option)
     temporary = _beside(path)
     try:
+        if _is_device(path):
+            path.write_text(text, encoding="utf-8", errors="backslashreplace")
+            return
         path.parent.mkdir(parents=True, exist_ok=True)
         # A path or message may contain bytes that are not UTF-8; the report shows them escaped.
         with temporary.open("x", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
@@ -55,6 +63,22 @@ def write_atomically(path: Path, text: str, option: str = "report") -> None:
     finally:
         with suppress(OSError):  # after a success it is renamed; after a failure the folder may never have existed
             temporary.unlink()
+
+
+def _target(path: Path, option: str) -> Path:
+    """Return the file to which a path leads: replacing a link would leave what it leads to as it was.
+
+    Raises:
+        InvalidArgument: The link leads to itself.
+    """
+    target = Path(os.path.realpath(path)) if path.is_symlink() else path
+    if target.is_symlink():
+        raise _unwritable(path, option, OSError(errno.ELOOP, os.strerror(errno.ELOOP)))
+    return target
+
+
+def _is_device(path: Path) -> bool:
+    return path.exists() and not path.is_file() and not path.is_dir()
 
 
 def _beside(path: Path) -> Path:

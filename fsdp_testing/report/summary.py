@@ -365,6 +365,8 @@ def replay_line(result: CheckResult, report: RunReport) -> str:
         words += ["--tensor-parallel", str(report.tensor_parallel)]
     if backends[0] != "gloo":
         words += ["--backend", backends[0]]
+    for fault in report.environment.get("faults", "").split(", "):
+        words += ["--fault", fault] if fault else []
     return shlex.join(words)
 
 

@@ -51,6 +51,11 @@ def read_recorded(path: Path) -> list[Recorded]:
         return [Recorded(_checked(recorded.case, path), recorded.implementation)]
     if data.get("format") == outcome.FORMAT.name:
         report = RunReport.from_json(text, str(path))
+        if faults := report.environment.get("faults"):
+            raise InvalidArgument(
+                f"{path}: expected the report of a run without injected faults, got one with {faults}: a case alone has none. "
+                f"Run the checks again, with --fault {faults}."
+            )
         cases = [
             Recorded(finding.case, result.implementation, result.check)
             for result in report.results

@@ -79,3 +79,17 @@ def test_a_github_job_gets_what_is_printed_as_its_summary(
     capsys.readouterr()
     assert present(SHEET, open_console(), {}, {}) == 3
     assert "not written: GITHUB_STEP_SUMMARY" in capsys.readouterr().out
+
+
+def test_two_outputs_in_one_file_are_refused(tmp_path: Path) -> None:
+    same = str(tmp_path / "same.html")
+    with pytest.raises(InvalidArgument, match=r"--html and --json: expected a file for each, got '.*' for 2"):
+        checked_outputs(parsed("--html", same, "--json", same))
+
+
+def test_an_output_that_fails_does_not_take_the_others_with_it(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    paths = {"--html": tmp_path / "file" / "index.html", "--json": tmp_path / "all.json"}
+    with pytest.raises(InvalidArgument, match="^--html: expected a writable path"):
+        present(SHEET, open_console(), paths, {"--json": lambda: "{}"})
+    assert (tmp_path / "all.json").read_text(encoding="utf-8") == "{}"

@@ -95,3 +95,29 @@ def test_a_report_of_the_first_version_is_still_read(good: RunReport, mixed: Run
             for finding in result["findings"]:
                 del finding["cause"], finding["shortest"]
         assert RunReport.from_json(json.dumps(document)).to_json() == report.to_json()
+
+
+def test_a_link_stays_and_what_it_leads_to_is_written(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("target")
+    for text in ("one", "two"):
+        check_writable(tmp_path / "link", "--json")
+        write_atomically(tmp_path / "link", text)
+        assert (tmp_path / "link").is_symlink()
+        assert (tmp_path / "target").read_text(encoding="utf-8") == text
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(InvalidArgument, match="expected a writable path"):
+        write_atomically(tmp_path / "loop", "text")
+    assert (tmp_path / "loop").is_symlink()
+
+
+def test_a_pipe_gets_the_text_and_stays_one(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        check_writable(pipe, "--json")
+        write_atomically(pipe, "{}")
+        assert os.read(reader, 10) == b"{}"
+    finally:
+        os.close(reader)
+    assert stat.S_ISFIFO(pipe.stat().st_mode)

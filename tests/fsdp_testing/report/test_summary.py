@@ -145,6 +145,8 @@ def test_without_a_finding_the_replay_line_names_the_ranks_of_the_cases(
     bare = make.result("a", "clip.two", Verdict.UNKNOWN, cases=outcomes)
     line = summary.replay_line(bare, RunReport(results=(bare,), world_sizes=(2, 3, 4), backend="fake"))
     assert line == f"fsdp-verify run a --check clip.two --world-size {sizes} --backend fake"
+    faulty = RunReport(results=(bare,), environment={"faults": "crash@rank=1, delay@step=2"})
+    assert summary.replay_line(bare, faulty).endswith(" --fault crash@rank=1 --fault delay@step=2")
 
 
 def test_numbers_of_ranks_are_those_on_which_cases_ran(make: SimpleNamespace) -> None:

@@ -8,7 +8,7 @@ import pytest
 from fuzz_cases import case, micro
 
 from fsdp_testing.adapters import registry
-from fsdp_testing.cases.records import Freeze, Step
+from fsdp_testing.cases.records import Freeze, RunReport, Step
 from fsdp_testing.checks.findings.discovery import Discovery
 from fsdp_testing.checks.findings.rerun import check_claims, read_recorded
 from fsdp_testing.errors import InvalidArgument, InvalidRecord
@@ -56,3 +56,13 @@ def test_a_missing_file_is_refused(tmp_path: Path):
 def test_what_is_not_claimed_is_not_replayed():
     with pytest.raises(InvalidArgument, match="thawed_parameters"):
         check_claims(case(Freeze(("*",))), registry.load("torch-ddp"))
+
+
+def test_a_report_of_injected_faults_is_refused(tmp_path: Path):
+    """The case alone would pass: the fault is no part of it."""
+    file = tmp_path / "report.json"
+    file.write_text(RunReport((), environment={"faults": "corrupt@rank=1,step=0"}).to_json())
+    with pytest.raises(
+        InvalidArgument, match=r"got one with corrupt@rank=1,step=0.* with --fault corrupt@rank=1,step=0"
+    ):
+        read_recorded(file)
