@@ -35,6 +35,7 @@ BESIDE_CASES = {
     "module_versions": "whoever runs a case exchanges its state with a plain model after it; no case says so",
     "strict_state": "whoever runs a case loads states that do not fit after it; no case says so",
     "reordered_optimizer": "whoever runs a case gives the parameters to later optimizers in another order; no case says so",
+    "several_models": "whoever runs a case makes a second model; no case says so",
     "user_entries": "whoever runs a case puts entries into the optimizer after it; no case says so",
     "unit_trace": "whoever runs a case records its units; no case says so",
     "streams": "whoever runs a case records its streams; no case says so",

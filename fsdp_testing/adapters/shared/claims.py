@@ -34,6 +34,7 @@ EVERYWHERE = frozenset(
         "strict_state",
         "reordered_optimizer",
         "user_entries",
+        "several_models",
     }
 )
 """Claims of all of torch's implementations."""

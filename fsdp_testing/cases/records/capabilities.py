@@ -29,6 +29,7 @@ CAPABILITIES: dict[str, str] = {
     "no_sync": "gradients of some micro-batches stay local until a later one is reduced",
     "accumulate_without_no_sync": "several reduced backward passes add up",
     "forward_only": "a forward pass need not be followed by a backward pass; eval, no_grad and inference included",
+    "several_models": "two wrapped models may run in one graph, and each while the other is in `no_sync`",
     "several_forwards": "several forward passes may come before their backward passes",
     "backward_twice": "a second backward may run through a kept graph",
     "second_order": "a loss may be computed from gradients",

@@ -1,10 +1,11 @@
-"""Programs after which one more micro-batch is looked at: whether it is reduced, computed again, and passes NaN on."""
+"""Programs after which one more micro-batch is looked at: whether it is reduced, computed again, passes NaN on; of two models."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -103,6 +104,46 @@ class NotANumber(RemarkingProgram):
         self.zero_grad(set_to_none=True)
 
 
+class TwoModels(RemarkingProgram):
+    """A program after which its model, fresh, and a second one are trained in one graph, and each beside the other."""
+
+    quantity = "gradients of two models"
+
+    def statements(self) -> Iterator[str]:
+        """Yield the gradients that are not the mean over ranks. Collectives: those of both models; every rank calls."""
+        batch = Batch(11)
+        other = replace(self.case, seed=self.case.seed + 1)
+        both = [(self.model, self.case, self.optimizer), (self._model_of(other, {}), other, None)]
+        with self._inside():
+            losses = [self._loss(model, case, batch) for model, case, _ in both]
+            self.adapter.backward(self.model, losses[0] + losses[1])
+        for number, (model, case, _) in enumerate(both):
+            yield from self._wrong(model, case, batch, f"model {number} after one backward through both")
+        for number, quiet in ((1, 0), (0, 1)) if "no_sync" in self.adapter.capabilities else ():
+            for model, _, optimizer in both:
+                self.adapter.zero_grad(model, optimizer, True)
+            model, case, _ = both[number]
+            with self._inside(), self.adapter.no_sync(both[quiet][0]):
+                self.adapter.backward(model, self._loss(model, case, batch))
+            yield from self._wrong(model, case, batch, f"model {number} while model {quiet} is in no_sync")
+        self.adapter.finish(both[1][0])
+
+    def _loss(self, model: nn.Module, case: Case, batch: Batch) -> torch.Tensor:
+        return models.forward(model, case, batch, self.rank, models.make_inputs(case, batch, self.rank)).loss
+
+    def _wrong(self, model: nn.Module, case: Case, batch: Batch, where: str) -> Iterator[str]:
+        ranks = [models.gradients_of_rank(case, batch, rank) for rank in range(case.world.size)]
+        bound = max(bound for _, bound in ranks)
+        for fqn, pieces in self.adapter.local_pieces(model).items():
+            mean = torch.stack([gradients[fqn] for gradients, _ in ranks]).mean(0).reshape(-1)
+            for piece in pieces:
+                due = mean[piece.start : piece.stop]
+                got = torch.full_like(due, torch.nan) if piece.grad is None else piece.grad.detach().cpu().reshape(-1)
+                if len(due) and not bool((got - due).abs().max() <= bound):
+                    what = "none" if piece.grad is None else f"one off by {float((got - due).abs().max()):.3g}"
+                    yield f"{where}: expected the mean gradient of {fqn} over ranks, got {what} (bound {bound:.3g})"
+
+
 RECOMPUTES = RunMode(rank_jobs.run_as, (Recomputes, {}), review=review_remarks)
 
 
@@ -110,6 +151,9 @@ OF_ONE_PASS: tuple[Check, ...] = (
     check("training.not_a_number", "Inputs of NaN on one rank make every gradient NaN on every rank.",
           cases("mlp uneven", *iteration(0), optimizer=PLAIN_SGD), source="torch.isnan: training notices that it diverges",
           mode=RunMode(rank_jobs.run_as, (NotANumber, {}), review=review_remarks), sizes=ODD),
+    check("training.two_models", "Two models get the mean gradients of one backward through both, and each by itself.",
+          cases("mlp uneven"), source="adversarial training, distillation: two sharded models in one graph",
+          needs={"several_models"}, mode=RunMode(rank_jobs.run_as, (TwoModels, {}), review=review_remarks), sizes=ODD),
     check("accumulation.stays_local", "In no_sync nothing is reduced.", cases("mlp", no_sync_batch(0), optimizer=PLAIN_SGD),
           source="torch.nn.parallel.DistributedDataParallel.no_sync",
           mode=RunMode(rank_jobs.run_as, (StaysLocal, {}), review=review_remarks)),

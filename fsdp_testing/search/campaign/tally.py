@@ -129,7 +129,9 @@ def _known(tally: CampaignTally) -> Iterator[Line]:
     for name in tally.gone:
         yield Line(f"  the example of known failure {name!r} passes: its rule was dropped", "stale")
     if count := tally.verdicts[Verdict.EXPECTED_FAILURE]:
-        yield Line(f"cases that failed as a known failure or an earlier finding does: {count} ({count / tally.run:.1%})")
+        yield Line(
+            f"cases that failed as a known failure or an earlier finding does: {count} ({count / tally.run:.1%})"
+        )
     for rule in dict.fromkeys([*(name for name, _ in tally.known.most_common()), *tally.postponed]):
         met, postponed = tally.known[rule], tally.postponed[rule]
         later = f", {postponed} postponed, because it kills ranks" if postponed else ""

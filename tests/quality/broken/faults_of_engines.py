@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -101,3 +102,40 @@ class CutFromTheWhole(Toy):
 def norm_over_all_ranks(original: Any, root: Any) -> Any:
     """The norm of gradients is summed over the default group, whichever ranks hold the model."""
     return [replace(part, group=dist.group.WORLD) for part in original(root)]
+
+
+@fault("training.two_models")
+class OneBackwardForAll(Toy):
+    """Whether a backward runs is known of all models together, so that one of two in a graph is reduced."""
+
+    running: ClassVar[bool] = False
+
+    def queue(self, gradient: torch.Tensor) -> None:
+        if not OneBackwardForAll.running:
+            OneBackwardForAll.running = True
+            super().queue(gradient)
+
+    def finish_backward(self) -> None:
+        OneBackwardForAll.running = False
+        super().finish_backward()
+
+
+class _OneSwitch(Toy):
+    quiet: ClassVar[bool] = False
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        _OneSwitch.quiet = True
+        try:
+            yield
+        finally:
+            _OneSwitch.quiet = False
+
+    def finish_backward(self) -> None:
+        self.synchronize = not _OneSwitch.quiet
+        super().finish_backward()
+
+
+@fault("training.two_models")
+class OneSwitchForAll(_OneSwitch):
+    """In `no_sync` of one model no model is reduced."""
