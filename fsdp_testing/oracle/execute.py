@@ -41,7 +41,7 @@ from fsdp_testing.cases.records import (
 )
 from fsdp_testing.cases.records.schedule import builds_late
 from fsdp_testing.errors import CollectiveMismatch, HarnessError
-from fsdp_testing.oracle import models, one_process
+from fsdp_testing.oracle import models, one_process, optimizers
 from fsdp_testing.oracle.kept_groups import group_of
 from fsdp_testing.oracle.models import dtype_name
 from fsdp_testing.oracle.setup import module_to_wrap, move_what_is_ignored, setup_among, setup_in_world
@@ -131,7 +131,7 @@ class RankProgram:
         """Build the case's optimizer over the parameters that the implementation shows."""
         # A failure of torch's optimizer over the adapter's parameters before the program says nothing.
         with self._inside() if "build_optimizer" not in self.adapter.missing else nullcontext():
-            self.optimizer = self.adapter.build_optimizer(self.model, partial(models.build_optimizer, self.case))
+            self.optimizer = self.adapter.build_optimizer(self.model, partial(optimizers.build_optimizer, self.case))
 
     def backward(self, loss: torch.Tensor) -> None:
         """Run backward as the implementation does; a loss that depends on no trainable parameter has none."""
@@ -230,7 +230,7 @@ class RankProgram:
                 model, optimizer = adapter.wrap(module, setup), None
                 saved.source(group).load_model(adapter, model)
                 if self.optimizer is not None:
-                    optimizer = adapter.build_optimizer(model, partial(models.build_optimizer, case))
+                    optimizer = adapter.build_optimizer(model, partial(optimizers.build_optimizer, case))
                     saved.source(group).load_optimizer(adapter, model, optimizer)
                 loss = models.forward(model, case, batch, new_rank, models.make_inputs(case, batch, new_rank)).loss
                 if loss.requires_grad:

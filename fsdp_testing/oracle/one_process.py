@@ -17,7 +17,7 @@ from torch import nn
 
 from fsdp_testing.base import compat
 from fsdp_testing.cases.records import Batch, Case
-from fsdp_testing.oracle import models
+from fsdp_testing.oracle import models, optimizers
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ def train_on(case: Case, batch: Batch, saved: Saved, trainable: Mapping[str, boo
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(trainable.get(name, parameter.requires_grad))
     module.load_state_dict(_with_versions(saved.model, module))
-    optimizer = models.build_optimizer(case, module.parameters()) if steps else None
+    optimizer = optimizers.build_optimizer(case, module.parameters()) if steps else None
     if optimizer is not None and saved.optimizer is not None:
         _load(optimizer, module, saved.optimizer)
     forwarded = models.forward(module, case, batch, 0, models.make_inputs(case, batch, 0))

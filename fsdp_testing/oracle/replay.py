@@ -24,7 +24,7 @@ from fsdp_testing.cases.operations import Batch
 from fsdp_testing.cases.operations.operation import matching
 from fsdp_testing.cases.records import UNDERFLOW, UNIT_ROUNDOFF, Case, plan
 from fsdp_testing.cases.records.schedule import builds_late
-from fsdp_testing.oracle import models, stepping
+from fsdp_testing.oracle import models, optimizers, stepping
 from fsdp_testing.oracle.assemble import GatheredState
 from fsdp_testing.oracle.disturbance import NO_DISTURBANCE, Disturbance
 from fsdp_testing.oracle.models import replica_of
@@ -151,7 +151,7 @@ class Replay:
 
     def build_optimizer(self) -> None:
         """Build the case's optimizer over the stored parameters."""
-        self.optimizer = models.build_optimizer(self.case, self.parameters.values())
+        self.optimizer = optimizers.build_optimizer(self.case, self.parameters.values())
 
     # ------------------------------------------------------------------------------------------- computation
 

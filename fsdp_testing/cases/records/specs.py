@@ -17,7 +17,7 @@ UNDERFLOW = {"float64": 2.0**-1074, "float32": 2.0**-150, "float16": 2.0**-25, "
 
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 LOW_DTYPES = ("bfloat16", "float16")
-OPTIMIZERS = ("sgd", "adamw", "adam", "lars", "adamw_tensor_lr")
+OPTIMIZERS = ("sgd", "adamw", "adam", "lars", "nadam", "adamw_tensor_lr")
 POLICIES = ("module_class", "size", "always")
 PREFETCH = ("pre", "post", "none")
 LAYOUTS = ("colwise", "colwise_cut", "rowwise", "rowwise_cut", "sequence", "replicated")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -104,6 +104,36 @@ class NotANumber(RemarkingProgram):
         self.zero_grad(set_to_none=True)
 
 
+class DrawsNothing(RemarkingProgram):
+    """A program after which a micro-batch, a step and clearing are to leave torch's generator as it was."""
+
+    quantity = "random numbers"
+
+    def statements(self) -> Iterator[str]:
+        """Yield what drew numbers: the model, which is computed whole elsewhere, would drop out others than one process."""
+        batch = Batch(11)
+        inputs = models.make_inputs(self.case, batch, self.rank)
+        with self._inside():
+            forwarded = models.forward(self.model, self.case, batch, self.rank, inputs)
+        drawn = torch.get_rng_state()
+        models.forward(
+            models.build_model(self.case), self.case, batch, self.rank, inputs
+        )  # which may seed the generator
+        if not torch.equal(drawn, torch.get_rng_state()):
+            yield "forward drew random numbers, though the model draws none"
+        parts: dict[str, Callable[[], object]] = {
+            "backward": lambda: self.backward(forwarded.loss),
+            "step": lambda: self.adapter.step(self.model, self.optimizer),
+            "zero_grad": lambda: self.zero_grad(set_to_none=True),
+        }
+        for name, part in parts.items():
+            before = torch.get_rng_state()
+            with self._inside():
+                part()
+            if not torch.equal(before, torch.get_rng_state()):
+                yield f"{name} drew random numbers, though the model draws none"
+
+
 class TwoModels(RemarkingProgram):
     """A program after which its model, fresh, and a second one are trained in one graph, and each beside the other."""
 
@@ -151,6 +181,9 @@ OF_ONE_PASS: tuple[Check, ...] = (
     check("training.not_a_number", "Inputs of NaN on one rank make every gradient NaN on every rank.",
           cases("mlp uneven", *iteration(0), optimizer=PLAIN_SGD), source="torch.isnan: training notices that it diverges",
           mode=RunMode(rank_jobs.run_as, (NotANumber, {}), review=review_remarks), sizes=ODD),
+    check("training.random_numbers", "Training draws no random numbers but those of the model.",
+          cases("mlp uneven", *iteration(0), optimizer=PLAIN_SGD), source="torch.nn.Dropout: masks of a seed",
+          mode=RunMode(rank_jobs.run_as, (DrawsNothing, {}), review=review_remarks)),
     check("training.two_models", "Two models get the mean gradients of one backward through both, and each by itself.",
           cases("mlp uneven"), source="adversarial training, distillation: two sharded models in one graph",
           needs={"several_models"}, mode=RunMode(rank_jobs.run_as, (TwoModels, {}), review=review_remarks), sizes=ODD),

@@ -32,7 +32,7 @@ from fsdp_testing.checks.suites.programs import review_remarks
 from fsdp_testing.checks.suites.state import LOW, NESTED, rolled_back, saved
 from fsdp_testing.checks.suites.state_programs import LabelledProgram, RefusingProgram, RemarkingProgram, same_values
 from fsdp_testing.judging.case_runner import RunMode
-from fsdp_testing.oracle import models, rank_jobs
+from fsdp_testing.oracle import models, optimizers, rank_jobs
 from fsdp_testing.oracle.execute import RankProgram
 from fsdp_testing.oracle.replay import Replay
 
@@ -203,7 +203,7 @@ class ReorderedProgram(RankProgram):
 
 
 def _over(case: Any, order: int, parameters: Any) -> torch.optim.Optimizer:
-    return models.build_optimizer(case, list(parameters)[::order])
+    return optimizers.build_optimizer(case, list(parameters)[::order])
 
 
 _OTHER_SETTINGS: dict[str, dict[str, Any]] = {
@@ -244,7 +244,7 @@ def _grouped(
     rate: Any = case.optimizer.arguments["lr"]
     own = {"lr": 0.5 * rate, "weight_decay": 0.0}
     made: Any = [{"params": groups[False], **fresh}, {"params": groups[True], **own, **fresh}]
-    return models.build_optimizer(case, made)
+    return optimizers.build_optimizer(case, made)
 
 
 REFUSED_OPTIMIZER = RunMode(rank_jobs.run_as, (RefusingOptimizer, {}), review=review_remarks)
@@ -347,6 +347,10 @@ CHECKS: tuple[Check, ...] = (
           cases("mlp uneven", *iteration(0, scale=4.0), *iteration(1), Reload(), Observe(), *iterations(2, first=2),
                 optimizer=OptimizerSpec("adamw", {**ADAMW.arguments, "amsgrad": True})),
           source="torch.optim.AdamW, amsgrad"),
+    saved("optim_state.further_numbers", "Numbers that an optimizer keeps besides the count of steps are saved and loaded.",
+          cases("mlp uneven", *iterations(2), Reload(), Observe(), *iterations(2, first=2),
+                dtype="float32", optimizer=OptimizerSpec("nadam", {"lr": 0.05, "eps": 1e-3, "momentum_decay": 0.1})),
+          source="torch.optim.NAdam, mu_product"),
     saved("optim_state.without_state", "An optimizer that keeps no state can be saved and loaded, with its learning rate.",
           cases("mlp", *iteration(0), SetLr(0.02), Reload(), *iteration(1), optimizer=PLAIN_SGD),
           source="torch.optim.SGD without momentum"),

@@ -25,7 +25,7 @@ from fsdp_testing.cases.records import Batch, Case, FailureKind, Finding, Operat
 from fsdp_testing.judging.case_runner import RunMode
 from fsdp_testing.judging.checkers import agreement
 from fsdp_testing.judging.checkers.explain import finding, ranks_text
-from fsdp_testing.oracle import models, rank_jobs
+from fsdp_testing.oracle import models, optimizers, rank_jobs
 from fsdp_testing.oracle.execute import RankProgram, snapshot_of
 from fsdp_testing.oracle.quantities import Comparison, Expectation
 from fsdp_testing.oracle.reduction import Reduced
@@ -230,7 +230,7 @@ class PartlyReplayed(Replay):
 
 
 def _over_the_first(case: Case, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    return models.build_optimizer(case, list(parameters)[:2])
+    return optimizers.build_optimizer(case, list(parameters)[:2])
 
 
 PARTLY_OPTIMIZED = RunMode(rank_jobs.run_as, (PartlyOptimized, {}), rank_jobs.expect_as, (PartlyReplayed, {}))

@@ -13,6 +13,7 @@ from fsdp_testing.cases.operations import (
     Interrupt,
     LocalMicroBatches,
     Move,
+    Save,
     SeveralForwards,
     UnusualBackward,
 )
@@ -228,6 +229,8 @@ PENDING: tuple[Check, ...] = (
     pending("accumulation.saved",
             "A model can be saved while gradients await reduction; the model that loads it starts without gradients.",
             _between(Reload(optimizer=False), models="mlp")),
+    pending("accumulation.saved_and_trained_on", "Saving a model takes nothing from its gradients that await reduction.",
+            _between(Save(optimizer=False), models="mlp")),
     pending("accumulation.edited", "Editing full parameters changes no gradient that awaits reduction.",
             _between(EditFullParameters(("*",), 0.5))),
     pending("accumulation.edited_in_place", "Parameters that change in place change no gradient that awaits reduction.",

@@ -18,7 +18,7 @@ from torch import nn
 from fsdp_testing.adapters.adapter import Adapter
 from fsdp_testing.cases.records import Case, CaseRecord, OptimizerSpec, RankObservation
 from fsdp_testing.judging.batch import run_each
-from fsdp_testing.oracle import models
+from fsdp_testing.oracle import optimizers
 from fsdp_testing.oracle.execute import RankProgram
 from fsdp_testing.oracle.ways import Source, Trained, save
 from fsdp_testing.ranks.pool import Failed
@@ -197,11 +197,11 @@ def grouped(case: Case, names: Mapping[int, str], first: Mapping[str, Any], para
     """Build the case's optimizer; the parameters of `first` get a separate group if that group has settings."""
     parameters = list(parameters)
     if not first:
-        return models.build_optimizer(case, parameters)
+        return optimizers.build_optimizer(case, parameters)
     inside = [p for p in parameters if names[id(p)].startswith("first.")]
     others = [p for p in parameters if not names[id(p)].startswith("first.")]
     groups: Any = [{"params": inside, **first}, {"params": others}]
-    return models.build_optimizer(case, groups)
+    return optimizers.build_optimizer(case, groups)
 
 
 def settings_of(adapter: Adapter, model: nn.Module, optimizer: Any) -> dict[str, dict[str, Any]]:

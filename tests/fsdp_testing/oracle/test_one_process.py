@@ -23,7 +23,7 @@ from fsdp_testing.cases.records import (
 from fsdp_testing.errors import InvalidRecord
 from fsdp_testing.judging.batch import Watch
 from fsdp_testing.judging.case_runner import CaseRunner
-from fsdp_testing.oracle import models, one_process
+from fsdp_testing.oracle import models, one_process, optimizers
 from fsdp_testing.oracle.replay import Replay
 from fsdp_testing.ranks.pool import default_pool
 
@@ -42,7 +42,7 @@ def case(*program, optimizer=ADAMW, model="mlp", size=2):
 def trained(one, steps=2):
     """A model of one process after some steps, with its state by name."""
     module = models.build_model(one)
-    optimizer = models.build_optimizer(one, module.parameters())
+    optimizer = optimizers.build_optimizer(one, module.parameters())
     for step in range(steps):
         optimizer.zero_grad()
         batch = Batch(step)

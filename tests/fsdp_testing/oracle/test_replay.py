@@ -25,7 +25,7 @@ from fsdp_testing.cases.records import (
     ZeroGrad,
 )
 from fsdp_testing.errors import HarnessError
-from fsdp_testing.oracle import models, oracle
+from fsdp_testing.oracle import models, optimizers, oracle
 from fsdp_testing.oracle.assemble import GatheredState
 from fsdp_testing.oracle.disturbance import Disturbance
 from fsdp_testing.oracle.quantities import Quantity
@@ -73,7 +73,7 @@ def test_training_equals_a_loop_over_the_mean_of_losses(model, optimizer):
     replay = Replay(one)
     replay.run()
     plain = models.build_model(one)
-    steps = models.build_optimizer(one, plain.parameters())
+    steps = optimizers.build_optimizer(one, plain.parameters())
     for seed in range(3):
         mean_loss(plain, one, seed).backward()
         steps.step()
@@ -293,7 +293,7 @@ class TestFreeBounds:
         one = case(*program, optimizer=ADAM)
         expectation = oracle.expect_free(one)
         plain = models.build_model(one)
-        steps = models.build_optimizer(one, plain.parameters())
+        steps = optimizers.build_optimizer(one, plain.parameters())
         for seed in range(3):
             (mean_loss(plain, one, 2 * seed + 1) + mean_loss(plain, one, 2 * seed)).backward()
             steps.step()

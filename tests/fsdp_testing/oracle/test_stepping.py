@@ -11,7 +11,7 @@ import torch
 from fsdp_testing.cases.models import loss_of
 from fsdp_testing.cases.operations import TrainElsewhere
 from fsdp_testing.cases.records import Batch, Case, ModelSpec, OptimizerSpec, Step, WorldSpec
-from fsdp_testing.oracle import models, oracle
+from fsdp_testing.oracle import models, optimizers, oracle
 
 SGD = OptimizerSpec("sgd", {"lr": 0.5, "momentum": 0.9})
 ADAM = OptimizerSpec("adamw", {"lr": 0.1, "eps": 1e-3})
@@ -45,7 +45,7 @@ def stepped(one, order):
         for gradient in gradients[1:]:
             total = total + gradient
         parameter.grad = total / len(order)
-    models.build_optimizer(one, plain.parameters()).step()
+    optimizers.build_optimizer(one, plain.parameters()).step()
     return dict(plain.named_parameters())
 
 

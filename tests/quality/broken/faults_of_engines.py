@@ -139,3 +139,31 @@ class _OneSwitch(Toy):
 @fault("training.two_models")
 class OneSwitchForAll(_OneSwitch):
     """In `no_sync` of one model no model is reduced."""
+
+
+@fault("accumulation.saved_and_trained_on")
+class SavingDropsLocalGradients(MoreToy):
+    """Saving drops what awaits reduction."""
+
+    def saved(self) -> dict[str, torch.Tensor]:
+        self.sums = {}
+        return super().saved()
+
+
+@fault("training.random_numbers")
+class GatheringDraws(Toy):
+    """Each gather draws a random number, and dropout after it drops others than one process does."""
+
+    def gather(self, fqn: str) -> torch.Tensor:
+        torch.rand(1)
+        return super().gather(fqn)
+
+
+@planted(COMPOSABLE, optim_load._Loading, "state", "optim_state.further_numbers")
+def step_is_the_only_number(original: Any, loading: Any) -> dict[Any, dict[str, Any]]:
+    """Numbers other than the count of steps are not loaded."""
+    state: dict[Any, dict[str, Any]] = original(loading)
+    for entries in state.values():
+        for name in [name for name, value in entries.items() if name != "step" and value.dim() == 0]:
+            entries[name] = torch.ones_like(entries[name])
+    return state
