@@ -359,14 +359,11 @@ def replay_line(result: CheckResult, report: RunReport) -> str:
     sizes = decisive[:1] or result.world_sizes or report.world_sizes
     backends = [finding.case.world.backend for finding in result.findings] or [report.backend]
     words = ["fsdp-verify", "run", result.implementation, "--check", result.check]
-    if sizes:
-        words += ["--world-size", ",".join(map(str, sizes))]
-    if report.tensor_parallel > 1:
-        words += ["--tensor-parallel", str(report.tensor_parallel)]
-    if backends[0] != "gloo":
-        words += ["--backend", backends[0]]
-    for fault in report.environment.get("faults", "").split(", "):
-        words += ["--fault", fault] if fault else []
+    words += ["--world-size", ",".join(map(str, sizes))] if sizes else []
+    words += ["--tensor-parallel", str(report.tensor_parallel)] if report.tensor_parallel > 1 else []
+    words += ["--backend", backends[0]] if backends[0] != "gloo" else []
+    for fault in filter(None, report.environment.get("faults", "").split(", ")):
+        words += ["--fault", fault]
     return shlex.join(words)
 
 
