@@ -28,7 +28,7 @@ def declare(
     commands: Subparsers[Command], name: str, summary: str, description: str, *, example: str, epilog: str = ""
 ) -> Command:
     """Declare a command: its name and its help, in paragraphs as wide as the terminal; examples keep their lines."""
-    width = shutil.get_terminal_size().columns - 2  # as argparse does for options
+    width = max(shutil.get_terminal_size().columns - 2, 20)  # as argparse does for options
 
     def filled(text: str) -> str:
         return "\n\n".join(textwrap.fill(" ".join(part.split()), width) for part in text.split("\n\n"))

@@ -49,7 +49,7 @@ STYLES = {
 """Style of a kind; plain if it has none."""
 HEAD_LINES = 4
 TAIL_LINES = 12
-LOG_WIDTH = 120
+LOG_WIDTH, _LEAST_WIDTH = 120, 20
 
 
 class Output(Console):
@@ -70,7 +70,7 @@ def open_console() -> Output:
     console = Output(highlight=False)
     if not console.is_terminal and not env.get("COLUMNS"):
         return Output(highlight=False, width=LOG_WIDTH)
-    return console
+    return console if console.width >= _LEAST_WIDTH else Output(highlight=False, width=_LEAST_WIDTH)
 
 
 def print_sheet(sheet: Sheet, console: Console, *, full: bool = False) -> None:

@@ -143,6 +143,12 @@ def merge_certificates(parts: Mapping[str, Summary]) -> Summary:
     advice = "Give the JSON documents of `fsdp-verify certify ... --shard 1/N` to `N/N`, with equal options."
     ordered = list(in_order(parts, lambda part: Part(part.shard, _alike(part)), advice).values())
     whole = {name: total(getattr(part, name) for part in ordered) for name in _ADDED}
+    first = ordered[0]
+    due = min(first.sample, first.cube - sum(first.not_claimed.values()))
+    if first.sample and whole["asked"] != due:
+        raise InvalidArgument(
+            f"merge: expected parts that ask {due:,} cells together, got {whole['asked']:,} cells. {advice}"
+        )
     whole["faces"] = dict(sorted(whole["faces"].items()))
     whole["reasons"] = dict(sorted(whole["reasons"].items(), key=lambda pair: -pair[1]))
     whole["failing"] = tuple(sorted(whole["failing"]))

@@ -117,7 +117,7 @@ class Family(list[ZooModel]):
         """
 
         def register(construct: Construct) -> Construct:
-            summary = (construct.__doc__ or "").splitlines()[0]
+            summary = next(iter((construct.__doc__ or "").splitlines()), "")  # python -OO has no docstrings
             sets = frozenset(traits.split()), frozenset(needs.split())
             self.append(ZooModel(name, summary, construct, make_input, units, *sets, **more))
             return construct

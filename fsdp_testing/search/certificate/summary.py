@@ -137,6 +137,11 @@ def read_summary(text: str, where: str) -> Summary:
         raise InvalidRecord(
             f"{where}: expected counts of {', '.join(VERDICTS)}, got {str(got)[:100]!r}. It is damaged."
         )
+    if not 0 <= summary.ran <= summary.asked <= summary.cube:
+        raise InvalidRecord(
+            f"{where}: expected no more cells that ran than were asked of {summary.cube:,}, got {summary.ran:,} of "
+            f"{summary.asked:,}. It is damaged."
+        )
     return summary
 
 

@@ -165,3 +165,9 @@ def test_text_of_a_run_is_no_markup(make: SimpleNamespace) -> None:
     finding = make.diverged(explanation="got [bold]x[/bold] [red", detail="[/nothing]")
     report = RunReport(results=(make.result("a", "s.c", Verdict.FAIL, findings=(finding,)),))
     assert "[bold]x[/bold] [red" in drawn(report)
+
+
+@pytest.mark.parametrize("columns", ["1", "2", "7"])
+def test_a_terminal_without_room_gets_a_least_width(columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    assert open_console().width == 20
