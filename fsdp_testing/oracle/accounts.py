@@ -6,8 +6,8 @@ the adapter if it reports them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -44,7 +44,26 @@ class AccountedProgram(RankProgram):
         self._backward = False
         self.accounts: list[OperationAccount] = []
         self._one_model = case.world.of_one_model(rank)
-        super().__init__(case, replace(adapter, wrap=self._watched(adapter)), rank)
+        self._ours = False
+        watched = replace(adapter, wrap=self._watched(adapter), full_parameters=self._unaccounted(adapter))
+        super().__init__(case, watched, rank)
+
+    def _unaccounted(self, adapter: Adapter) -> Callable[..., AbstractContextManager[Mapping[str, torch.Tensor]]]:
+        """Return `full_parameters`; what gathers in place of an implementation without it is no communication of its own."""
+        if "full_parameters" not in adapter.missing:
+            return adapter.full_parameters
+
+        @contextmanager
+        def full_parameters(model: nn.Module, *, writeback: bool) -> Iterator[Mapping[str, torch.Tensor]]:
+            with ExitStack() as stack:
+                self._ours = True
+                try:
+                    full = stack.enter_context(adapter.full_parameters(model, writeback=writeback))
+                finally:
+                    self._ours = False
+                yield full
+
+        return full_parameters
 
     def _watched(self, adapter: Adapter) -> Callable[[nn.Module, Setup], nn.Module]:
         """Return a `wrap` that subscribes to the units of the model that it makes."""
@@ -79,7 +98,7 @@ class AccountedProgram(RankProgram):
 
     def collective(self, group: GroupIdentity, call: Call) -> None:
         """Note collectives, except those that cut modules issue among the ranks of one model."""
-        if group.members == self._one_model:
+        if self._ours or group.members == self._one_model:
             return
         name, dtype, sizes = call.what[0], *(*call.what, None, None)[2:4]
         numel = sum(sizes) if isinstance(sizes, tuple) else int(sizes or 0)

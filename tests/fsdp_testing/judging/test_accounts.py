@@ -13,6 +13,7 @@ from fsdp_testing.cases.drawing import Scope
 from fsdp_testing.cases.records import (
     Batch,
     Case,
+    EditFullParameters,
     Forward,
     ForwardBackward,
     MixedPrecisionSpec,
@@ -92,6 +93,13 @@ def test_it_is_met_within_500_random_cases(name: str, tmp_path: Path):
     assert found, tally.verdicts
     assert str(found[0].signature).startswith(FAULTS[name]), found[0].sentence()
     assert len(found[0].case.program) <= 2, found[0].case.program
+
+
+def test_what_gathers_in_its_place_is_not_counted_as_an_implementations_own():
+    edited = case(micro(1), EditFullParameters(("*",), 0.5), micro(2), strategy="full_shard", nodes=TWO)
+    assert "full_parameters" in registry.load("fuzz_costly:GATHERED_FOR").missing
+    one = judged("fuzz_costly:GATHERED_FOR", edited)
+    assert one.verdict is Verdict.PASS, one.judgement.why
 
 
 def test_who_does_not_tell_of_units_is_not_asked():

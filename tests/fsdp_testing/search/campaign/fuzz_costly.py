@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 from planting import instead, planting, with_fault
@@ -9,6 +10,8 @@ from planting import instead, planting, with_fault
 from fsdp_ref.handle.flat_handle import FlatHandle
 from fsdp_ref.runtime.grad_sync import GradSync
 from fsdp_ref.storage.memory import FlatBuffer
+from fsdp_testing.adapters import registry
+from fsdp_testing.adapters.adapter import Adapter, TorchStyle
 
 
 def _gather_twice(original: Any, handle: FlatHandle) -> Any:
@@ -42,3 +45,15 @@ GATHERS_TWICE = with_fault(
 )
 #: Each reduction brings two more.
 REDUCES_MORE = with_fault(REFERENCE, planting((GradSync, "reduce", instead(_reduce_twice))), "REDUCES_MORE")
+
+_REFERENCE = registry.load(REFERENCE)
+#: Full parameters are gathered for it, from the pieces that it shows.
+GATHERED_FOR = Adapter.of(
+    TorchStyle(
+        **{
+            field.name: getattr(_REFERENCE, field.name)
+            for field in fields(TorchStyle)
+            if field.name != "full_parameters"
+        }
+    )
+)
