@@ -51,18 +51,20 @@ class TorchStyle:
             plain tensor, before clipping). With the capability of that name it takes `error_if_nonfinite=True`.
         full_parameters: `(model, *, writeback)`: context with the full parameters by FQN; edits in place last if `writeback`.
         local_pieces: This rank's current part of each parameter, by FQN (tied parameters once, under the first name).
-        optimizer_pieces: This rank's optimizer state, by FQN and state name.
+        optimizer_pieces: This rank's optimizer state, by FQN and state name: numbers, and tuples of `Piece` for what is sharded.
         named_parameters: The parameters an optimizer takes, by FQN; for a flat parameter the FQN of its unit plus `.flat`.
         named_buffers: Live buffers by FQN.
         division: How the mean over ranks is formed in a setup, for comparing low precision bit by bit.
         full_state_dict: Whole parameters and persistent buffers, on every rank. A plain `dict` has no versions of modules.
         load_full_state_dict: Load the result of any implementation's `full_state_dict`.
-        sharded_state_dict: This rank's part, in any form that the implementation can load.
+        sharded_state_dict: This rank's part, in any form that the implementation can load and torch.distributed.checkpoint
+            can save: DTensors, or tensors whose names differ by rank. With `strict_state` another rank's part is refused.
         load_sharded_state_dict: Load the result of `sharded_state_dict` on the same world size.
         local_state_dict: This rank's shards as they are in memory, for a model with the same wrapping; no collective.
         load_local_state_dict: Load the result of `local_state_dict` on the same rank.
         full_optimizer_state: `{"state": {fqn: {name: value}}, "param_groups": [...]}` with complete tensors, on every rank;
-            each group names its parameters under `params`.
+            each group names its parameters under `params`. With `user_entries` also what a user keeps in `optimizer.state`, with
+            parameters and under names of its own.
         load_full_optimizer_state: Load the result of `full_optimizer_state`, into a new optimizer too.
         sharded_optimizer_state: This rank's part in the same form, as torch.distributed.checkpoint saves it and fills it.
         load_sharded_optimizer_state: Load the result of `sharded_optimizer_state` after torch.distributed.checkpoint has
@@ -89,7 +91,8 @@ class TorchStyle:
         backward: Instead of `loss.backward()`; inside `no_sync` if the program says so.
         grad_scaler: `(model, **options)`: the `torch.amp.GradScaler` that users train with, or one that is used like it.
         step: Instead of `optimizer.step()`.
-        zero_grad: Instead of `optimizer.zero_grad(set_to_none)`; the optimizer is None if none is built.
+        zero_grad: Instead of `optimizer.zero_grad(set_to_none)`; the optimizer is None if none is built. It also clears gradients
+            that await reduction.
         step_clears_gradients: The engine's step clears gradients too. Every program then clears them after each step, so that
             the oracle does too.
         widest_dtype: Widest dtype in which the engine trains, if narrower than float64: wider models are built in this dtype,

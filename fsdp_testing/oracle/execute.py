@@ -92,7 +92,7 @@ class RankProgram:
             ):
                 self._run(observe_all=observe_all)
         # After the contexts: memory and collectives are normal again while the traceback is analysed.
-        except Exception as raised:  # noqa: BLE001 - whatever a foreign implementation raises is a finding
+        except (Exception, SystemExit) as raised:  # noqa: BLE001 - whatever a foreign implementation raises is a finding
             error = self.record(raised)
         return RankObservation(
             rank=self.rank,
@@ -251,7 +251,7 @@ class RankProgram:
         yield
         self.in_implementation = False
 
-    def record(self, raised: Exception) -> RaisedError:
+    def record(self, raised: Exception | SystemExit) -> RaisedError:
         """Return what was raised in the current operation, and whether it is the implementation's fault."""
         # Mismatched collectives are the implementation's fault; the ledger only reports them first. So is a refused directory:
         # users meet that error too, and this harness only wraps it, since torch's own is not an Exception.
@@ -271,7 +271,7 @@ class RankProgram:
         )
 
 
-def _raised_by_harness(raised: Exception) -> bool:
+def _raised_by_harness(raised: BaseException) -> bool:
     """Whether the innermost frame is the harness's own: its ledger or an adapter of ours.
 
     Built-in models and the training loop's changes of parameters are user code. An exception of torch's C++ in a call that

@@ -76,7 +76,7 @@ class RemarkingProgram(RankProgram):
             return observation
         try:
             statements = list(self.statements())
-        except Exception as raised:  # noqa: BLE001 - whatever a foreign implementation raises is a finding
+        except (Exception, SystemExit) as raised:  # noqa: BLE001 - whatever a foreign implementation raises is a finding
             return replace(observation, error=self.record(raised))
         remarks = tuple(Remark(len(self.case.program), self.quantity, statement) for statement in statements)
         return observation.extended(RemarkedObservation, remarks=remarks)
