@@ -18,6 +18,7 @@ from fsdp_testing import check_training
 from fsdp_testing.cases.records import (
     Batch,
     Case,
+    CaseOutcome,
     CheckResult,
     ForwardBackward,
     ModelSpec,
@@ -110,7 +111,7 @@ def fuzz(given: Given, name: str, known: Sequence[Sequence[str]] = (), more: Seq
         document = {"format": "fsdp_testing/known_failures", "version": 2, "rules": [rule]}
         (given.folder / "known.json").write_text(json.dumps(document), encoding="utf-8")
         asked += ["--known", str(given.folder / "known.json")]
-    drawn, timeout = ("--examples", "8", "--seed", "4"), _timeout(name)
+    drawn, timeout = ("--examples", "24", "--seed", "4"), _timeout(name)
     if name == "HANGS":  # each case takes its time limit some ten times: alone, again, and while it is shrunk
         drawn, timeout = ("--examples", "1", "--seed", "1"), "2"
     code = main([*asked, "--timeout", timeout, *(more or drawn)])
@@ -182,7 +183,8 @@ def merge(given: Given, *verdicts: Verdict, lost: int = 0) -> Ended:
     files = []
     parts = range(1, len(verdicts) + 1)
     for part, verdict in zip(parts, verdicts, strict=True):
-        result = CheckResult("torch-ddp", CHECKS_OF_PARTS[part - 1], "", (), verdict)
+        cases = (CaseOutcome("a case", verdict, 2, "no_shard"),)
+        result = CheckResult("torch-ddp", CHECKS_OF_PARTS[part - 1], "", (), verdict, cases=cases)
         of, request = len(verdicts), Request(CHECKS_OF_PARTS)
         report = RunReport((result,), ("torch-ddp",), {}, (2,), shard=(part, of), request=request)
         files.append(given.folder / f"{part}.json")
