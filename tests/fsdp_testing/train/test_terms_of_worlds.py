@@ -76,3 +76,18 @@ def test_losses_that_agree_only_roughly_are_not_called_those_of_one_process(loss
 
     sentence = of_backward(world(1, [1.0, 2.0], 2.0), world(2, [1.0, 3.0], loss), key, 0, 64)
     assert ("begins to differ in backward" in sentence) is placed
+
+
+@pytest.mark.parametrize(("in_backward", "told"), [(0.0, True), (1e-7, True), (9e-7, False)])
+def test_what_backward_gave_already_is_not_called_later_however_small(in_backward, told):
+    """Terms that agree roughly say nothing of a gradient that is off by no more."""
+    key = Quantity(Kind.GRADIENT, "weight")
+
+    def world(size, given, stepped):
+        steps = [SimpleNamespace(terms=Terms(passes=({"weight": torch.tensor(given)},), roundoff=2**-24))]
+        quantities = {key: [torch.tensor(stepped)], LOSS: [torch.tensor([2.0])]}
+        return SimpleNamespace(size=size, ranks=[SimpleNamespace(steps=steps)] * size, quantities=quantities)
+
+    one = world(1, [1.0, 0.01], [1.0, 0.01])
+    sentence = of_backward(one, world(2, [1.0, 0.01 + in_backward], [1.0, 0.01 + 1e-6]), key, 0, 64)
+    assert ("begins to differ after backward" in sentence) is told
