@@ -58,6 +58,8 @@ def _state(value: Any) -> Iterator[str]:
 
 
 def _optimizer_state(value: Any) -> Iterator[str]:
+    if isinstance(value, Mapping) and not value:
+        return  # of a rank beside the one that saves
     state = value.get("state") if isinstance(value, Mapping) else None
     if not isinstance(state, Mapping):
         yield f"a mapping with the mapping `state`, got {_text(value)}"
