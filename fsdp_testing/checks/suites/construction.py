@@ -94,7 +94,7 @@ CHECKS: tuple[Check, ...] = (
                sizes=ODD, of_pieces=True),
     documented("construction.memory_of_shares", "A rank's share of the parameters is not cut from memory of the whole model.",
                cases("wide", *iteration(0)), mode=RunMode(rank_jobs.run_as, (WholeBehindShares, {}), review=_review_memory),
-               strategies=("full_shard",), sizes=ODD),
+               strategies=("full_shard",), sizes=ODD, of_pieces=True),
     documented("construction.keeps_buffers", "Wrapping keeps every buffer.", cases("buffers")),
     documented("construction.first_forward", "The first forward gives the unwrapped module's output.",
                cases("mlp deep_nest keywords bare_root", forward(0, "train"), forward(1, "no_grad"))),

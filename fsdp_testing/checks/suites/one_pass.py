@@ -116,9 +116,8 @@ class DrawsNothing(RemarkingProgram):
         with self._inside():
             forwarded = models.forward(self.model, self.case, batch, self.rank, inputs)
         drawn = torch.get_rng_state()
-        models.forward(
-            models.build_model(self.case), self.case, batch, self.rank, inputs
-        )  # which may seed the generator
+        # As after an unwrapped model: each forward of a case begins with its own seed.
+        models.forward(models.build_model(self.case), self.case, batch, self.rank, inputs)
         if not torch.equal(drawn, torch.get_rng_state()):
             yield "forward drew random numbers, though the model draws none"
         parts: dict[str, Callable[[], object]] = {
@@ -180,13 +179,14 @@ RECOMPUTES = RunMode(rank_jobs.run_as, (Recomputes, {}), review=review_remarks)
 OF_ONE_PASS: tuple[Check, ...] = (
     check("training.not_a_number", "Inputs of NaN on one rank make every gradient NaN on every rank.",
           cases("mlp uneven", *iteration(0), optimizer=PLAIN_SGD), source="torch.isnan: training notices that it diverges",
-          mode=RunMode(rank_jobs.run_as, (NotANumber, {}), review=review_remarks), sizes=ODD),
+          mode=RunMode(rank_jobs.run_as, (NotANumber, {}), review=review_remarks), sizes=ODD, of_pieces=True),
     check("training.random_numbers", "Training draws no random numbers but those of the model.",
           cases("mlp uneven", *iteration(0), optimizer=PLAIN_SGD), source="torch.nn.Dropout: masks of a seed",
           mode=RunMode(rank_jobs.run_as, (DrawsNothing, {}), review=review_remarks)),
     check("training.two_models", "Two models get the mean gradients of one backward through both, and each by itself.",
           cases("mlp uneven"), source="adversarial training, distillation: two sharded models in one graph",
-          needs={"several_models"}, mode=RunMode(rank_jobs.run_as, (TwoModels, {}), review=review_remarks), sizes=ODD),
+          needs={"several_models"}, mode=RunMode(rank_jobs.run_as, (TwoModels, {}), review=review_remarks), sizes=ODD,
+          of_pieces=True),
     check("accumulation.stays_local", "In no_sync nothing is reduced.", cases("mlp", no_sync_batch(0), optimizer=PLAIN_SGD),
           source="torch.nn.parallel.DistributedDataParallel.no_sync",
           mode=RunMode(rank_jobs.run_as, (StaysLocal, {}), review=review_remarks)),

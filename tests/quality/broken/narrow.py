@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 from faults_schedules import SecondBackwardStaysLocal
 from faults_user_code import StepsUnnoticed
 from toy import Toy, ToyAdapter
+
+from fsdp_testing.adapters import registry
+from fsdp_testing.adapters.adapter import Adapter, TorchStyle
 
 CAPABILITY = "several_forwards"
 
@@ -39,3 +43,11 @@ RIGHT = Narrow(Toy, "RIGHT")
 SILENT = Narrow(SecondBackwardStaysLocal.toy, "SILENT")
 REFUSING = Narrow(OneForwardOnly, "REFUSING")
 OUTDATED = Narrow(StepsUnnoticed.toy, "OUTDATED", "outdated_backward")
+
+_REFERENCE = registry.load("fsdp_ref-composable")
+#: Shows parameters by gathering them, and no gradients.
+GATHERED = Adapter.of(
+    TorchStyle(
+        **{each.name: getattr(_REFERENCE, each.name) for each in fields(TorchStyle) if each.name != "local_pieces"}
+    )
+)
