@@ -320,8 +320,8 @@ def outdated_in_use(run: WholeRun) -> str:
     for name, rank in outdated_copies(run).items():
         if name in run.ranks[rank].called:
             return (
-                f"rank {rank} computes with {name!r}, a copy of the weights that has other numbers there than on rank 0. Update "
-                "it on every rank, or broadcast it; a teacher, a moving average and a reference model are one model of all ranks."
+                f"rank {rank} computes with {name!r}, a copy of the weights that has other numbers there than elsewhere. "
+                "Update it on every rank, or broadcast it: a teacher, an average or a reference is one model of all ranks."
             )
     return ""
 
@@ -330,7 +330,7 @@ def copies_left_out(reference: WholeRun, run: WholeRun) -> list[str]:
     """Return sentences on the copies of weights, or parts of them, that are not compared."""
     sentences, means = [], means_of_weights(reference)
     for name, rank in outdated_copies(run).items():
-        sentences.append(f"{name!r} of rank {rank}, which has other numbers than that of rank 0")
+        sentences.append(f"{name!r} of rank {rank}, which has other numbers than that of another rank")
     for name, spans in run.ranks[0].copies.items():
         keys = [Quantity(Kind.COPY, part, name) for part in spans]
         odd = [key for key in keys if key in reference.quantities and key not in means]

@@ -53,7 +53,10 @@ def test_the_second_axis_is_probed_by_plain_training_over_it():
     assert {check.name.partition(".")[0] for check in asked} == {"training"}
 
 
-@pytest.mark.parametrize("check", ["construction.memory_of_shares", "training.not_a_number", "training.two_models"])
+@pytest.mark.parametrize(
+    "check",
+    ["construction.memory_of_shares", "full_state_dict.not_finite", "training.not_a_number", "training.two_models"],
+)
 def test_an_adapter_that_gathers_to_show_parameters_is_not_judged_by_its_pieces(check):
     """Gathered parameters are whole, and have no gradients: each of these called a right implementation wrong."""
     result = run_check("narrow:GATHERED", check)

@@ -129,7 +129,8 @@ CHECKS: tuple[Check, ...] = (
             source="torch.nn.Module.load_state_dict", sizes=ODD) for form in ("full", "sharded", "local")),
     *(saved(f"{form}_state_dict.not_finite", f"Elements that are NaN or infinite are saved and loaded in {form} form.",
             cases("mlp uneven", *iteration(0), optimizer=PLAIN_SGD), source="torch.nn.Module.load_state_dict",
-            needs={f"{form}_state_dict", "full_state_dict"}, mode=not_finite(form)) for form in ("full", "sharded", "local")),
+            needs={f"{form}_state_dict", "full_state_dict"}, mode=not_finite(form), of_pieces=True)
+      for form in ("full", "sharded", "local")),
     saved("full_state_dict.in_dtensors", "A full state whose values are DTensors is loaded as it is, or refused.",
           cases("mlp", *iteration(0), optimizer=PLAIN_SGD), source="torch.nn.Module.load_state_dict", mode=IN_DTENSORS,
           needs={"full_state_dict"}, sizes=ODD),
