@@ -55,10 +55,23 @@ def test_the_second_axis_is_probed_by_plain_training_over_it():
 
 @pytest.mark.parametrize(
     "check",
-    ["construction.memory_of_shares", "full_state_dict.not_finite", "training.not_a_number", "training.two_models"],
+    [
+        "construction.memory_of_shares",
+        "full_state_dict.not_finite",
+        "loss_scaling.skips_together",
+        "training.not_a_number",
+        "training.two_models",
+        "unshard.gathers",
+    ],
 )
 def test_an_adapter_that_gathers_to_show_parameters_is_not_judged_by_its_pieces(check):
     """Gathered parameters are whole, and have no gradients: each of these called a right implementation wrong."""
     result = run_check("narrow:GATHERED", check)
     assert result.verdict is Verdict.NOT_CLAIMED
     assert "gathers parameters to show them" in result.explanation
+
+
+@pytest.mark.parametrize("check", ["conversion.deepcopy", "conversion.deepcopy_in_no_sync", "conversion.copied"])
+def test_a_copy_that_shows_no_gradients_is_judged_by_its_step(check):
+    result = run_check("narrow:GATHERED", check)
+    assert result.verdict is Verdict.PASS, result.explanation

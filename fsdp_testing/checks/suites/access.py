@@ -139,7 +139,7 @@ UNSHARDING: tuple[Check, ...] = (
                 for model in ("deep_nest", "uneven")),
               cases("deep_nest", *iteration(0), *begun("deep_nest", 1, reshard=True)),
               needs={"nested_wrapping", "unit_trace"}, mode=RunMode(review=overruns.review_by_hand),
-              strategies=("full_shard",)),
+              strategies=("full_shard",), of_pieces=True),
     unsharded("unshard.sees_the_step", "A gather by hand gives the weights of the latest step.",
               cases("mlp", *iteration(0), forward(1), *_unsharded("mlp", 2), forward(3), *_unsharded("mlp", 4))),
 )  # fmt: skip

@@ -177,6 +177,6 @@ CHECKS: tuple[Check, ...] = (
           cases("mlp uneven", *iteration(0), *_stepped(micro_batch(1), Observe(OVERFLOW)), *iterations(3, first=2),
                 *_stepped(micro_batch(5), Observe(OVERFLOW), Observe(UNSCALED)), *iteration(6), optimizer=ADAMW),
           source="torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler", needs={"loss_scaling"}, sizes=ODD,
-          mode=SCALED),
+          mode=SCALED, of_pieces=True),
 )  # fmt: skip
 """Loss scaling, as training in float16 needs it."""

@@ -1,9 +1,9 @@
 """Programs that do more than a case's operations say, with the replay that does the same in one process.
 
 Examples: a model is copied, or a part of it is replaced or called alone; an optimizer has some of the parameters; one replica
-    evaluates alone; a gradient is made infinite and clipped; gradients are a multiple of the mean. A copy runs the micro-batch
-    that the
-original runs next, from the same values, so that the oracle's numbers for the original hold for the copy as well.
+evaluates alone; a gradient is made infinite and clipped; gradients are a multiple of the mean. A copy runs the micro-batch
+that the original runs next, from the same values, and steps like it, so that the oracle's numbers for the original hold for
+the copy as well.
 """
 
 from __future__ import annotations
@@ -21,7 +21,16 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_testing.cases.operations import user_code
-from fsdp_testing.cases.records import Batch, Case, FailureKind, Finding, OperationResult, RankObservation, Snapshot
+from fsdp_testing.cases.records import (
+    Batch,
+    Case,
+    FailureKind,
+    Finding,
+    OperationResult,
+    RankObservation,
+    Snapshot,
+    Step,
+)
 from fsdp_testing.judging.case_runner import RunMode
 from fsdp_testing.judging.checkers import agreement
 from fsdp_testing.judging.checkers.explain import finding, ranks_text
@@ -40,11 +49,15 @@ class Copied:
         refused: The error that refused it; empty if there is a copy.
         results: Loss and outputs of its micro-batch.
         snapshot: Its parameters and gradients afterwards.
+        stepped: Its parameters after the optimizer's step; None if the case takes none.
+        gradients: Whether the implementation shows gradients. If not, the step alone tells what they were.
     """
 
     refused: str
     results: Mapping[str, Any] = field(default_factory=dict)
     snapshot: Snapshot | None = None
+    stepped: Snapshot | None = None
+    gradients: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,20 +92,18 @@ def review_copies(
         first = copies[refused[0]]
         some = " on some ranks only" if len(refused) < len(ranks) else ""
         return _finding(case, at, refused, f"was refused{some}: {first.refused if first else ''}")
-    # Results of the micro-batch after the copy, and the state that follows it; here they are the copy's own.
+    # Results of the micro-batch after the copy, and the states that follow it; here they are the copy's own.
     after = [point for point in expectation.points if point.index > at]
-    result, state = (replace(next(p for p in after if p.snapshot is kind), index=at) for kind in (False, True))
-    observations = [
-        RankObservation(
-            rank,
-            (OperationResult(at, dict(copy.results)),),
-            (replace(copy.snapshot, index=at),) if copy.snapshot is not None else (),
-        )
-        for rank, copy in enumerate(copies)
-        if copy is not None
-    ]
-    due = replace(expectation, points=(result, state))
-    return agreement.review(case, due, observations, Comparison(optimizer=False), "the deep copy")[0]
+    due = [replace(next(p for p in after if p.snapshot is kind), index=at) for kind in (False, True)]
+    reports = []
+    for rank, twin in enumerate(copies):
+        if twin is not None:
+            states = tuple(state for state in (twin.snapshot, twin.stepped) if state is not None)
+            reports.append(RankObservation(rank, (OperationResult(at, dict(twin.results)),), states))
+    if any(copy is not None and copy.stepped is not None for copy in copies):
+        due.append(after[-1])
+    comparison = Comparison(gradients=all(copy is None or copy.gradients for copy in copies), optimizer=False)
+    return agreement.review(case, replace(expectation, points=tuple(due)), reports, comparison, "the deep copy")[0]
 
 
 def _copied_at(case: Case) -> int | None:
@@ -152,11 +163,14 @@ class CopyingProgram(RankProgram):
         inputs = models.make_inputs(self.case, batch, self.rank)
         forwarded = models.forward(twin, self.case, batch, self.rank, inputs)
         forwarded.loss.backward()
-        snapshot = snapshot_of(self.adapter, twin, None, self.index, label)
+        snapshot, stepped = snapshot_of(self.adapter, twin, None, self.index, label), None
+        parameters = [p for _, p in self.adapter.named_parameters(twin) if p.grad is not None]
+        if any(isinstance(operation, Step) for operation in self.case.program[self.index :]):
+            optimizers.build_optimizer(self.case, parameters).step() if parameters else None
+            stepped = snapshot_of(self.adapter, twin, None, len(self.case.program), label)
         # A large step of the copy: the original must not notice.
-        parameters = [parameter for parameter in twin.parameters() if parameter.grad is not None]
         torch.optim.SGD(parameters, lr=1.0).step() if parameters else None
-        return Copied("", forwarded.values(), snapshot)
+        return Copied("", forwarded.values(), snapshot, stepped, self.adapter.observes_gradients)
 
 
 MAY_REFUSE = RunMode(rank_jobs.run_as, (CopyingProgram, {}), review=review_copies)

@@ -125,7 +125,8 @@ STREAMS: tuple[Check, ...] = (
              "The host runs ahead of the device by two all-gathers at most.",
              cases("deep_nest", *iterations(3), wrapping=every_unit("deep_nest", forward_prefetch=True)),
              cases("deep_nest", *(forward(batch, "no_grad") for batch in range(3))),
-             source=f"{_VLDB}.4", mode=GATHERS_LIMITED, strategies=_SHARDED, needs={"streams", "limited_gathers"}),
+             source=f"{_VLDB}.4", mode=GATHERS_LIMITED, strategies=_SHARDED, of_pieces=True,
+             needs={"streams", "limited_gathers"}),
 )  # fmt: skip
 """On a device, nothing is used on one stream before another one is done with it."""
 

@@ -17,6 +17,7 @@ from fsdp_testing.cases.records import (
     ParameterObservation,
     RankObservation,
     Snapshot,
+    Step,
     WorldSpec,
 )
 from fsdp_testing.checks.suites.programs import Copied, CopyingObservation, review_copies
@@ -75,3 +76,22 @@ def test_no_copy_at_all_is_no_pass():
     found = review_copies(CASE, [RankObservation(0), RankObservation(1)], expectation())
     assert found is not None
     assert "nothing was copied" in found.explanation
+
+
+def test_a_copy_whose_gradients_are_hidden_is_judged_by_its_step():
+    case = replace(CASE, program=(*CASE.program, Step()))
+    after = {Quantity("value", "w"): Expected(GRADIENT, 1e-12)}
+    due = expectation()
+    due = replace(due, points=(*due.points, ExpectedPoint(4, after, snapshot=True)))
+
+    def stepped(values):
+        held = ParameterObservation("w", (2,), "float64", True, (ObservedPiece(0, 2, values),), None, None)
+        hidden = replace(copied(), gradients=False, stepped=Snapshot(4, "deepcopy", {"w": held}, {}))
+        return replace(
+            hidden, snapshot=Snapshot(0, "deepcopy", {"w": replace(held, pieces=(ObservedPiece(0, 2, GRADIENT),))}, {})
+        )
+
+    assert review_copies(case, ranks(stepped(GRADIENT), stepped(GRADIENT)), due) is None
+    found = review_copies(case, ranks(stepped(GRADIENT * 2), stepped(GRADIENT * 2)), due)
+    assert found is not None
+    assert "the deep copy: at the end" in found.explanation
