@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from fsdp_testing.cases.models import plain, transformers, unusual
+from fsdp_testing.cases.models import inputs, plain, transformers, unusual
 from fsdp_testing.cases.models.model import Inputs, ZooModel, loss_of, structure_of, tensors_in
 
 __all__ = ["MODELS", "Inputs", "ZooModel", "loss_of", "structure_of", "tensors_in"]
 
 #: Every model by name.
 MODELS: Mapping[str, ZooModel] = MappingProxyType(
-    {model.name: model for family in (plain, unusual, transformers) for model in family.ZOO}
+    {model.name: model for family in (plain, inputs, unusual, transformers) for model in family.ZOO}
 )

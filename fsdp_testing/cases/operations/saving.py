@@ -86,9 +86,12 @@ class Save(Operation):
 
 @dataclass(frozen=True, slots=True)
 class Restore(Operation):
-    """Loads what the last `Save` saved into the same model, and into its optimizer if that was saved; gradients are gone.
+    """Loads what the last `Save` saved into the same model, and into its optimizer if that was saved.
 
     So training is rolled back: later operations have left their numbers and their memory in the model.
+
+    Attributes:
+        keeps_gradients: The user does not clear the gradients first, and loading leaves them as they are.
     """
 
     kind: ClassVar[str] = "restore"
@@ -100,21 +103,24 @@ class Restore(Operation):
     }
     drawn_with: ClassVar[tuple[str, ...]] = ("op.restore",)
     writes_parameters: ClassVar[bool] = True
+    keeps_gradients: bool = False
 
     def pending_after(self, pending: bool) -> bool:
-        return False
+        return pending and self.keeps_gradients
 
     def normalise(self, context: ProgramContext) -> Operation | None:
         return None if context.saved is None else self
 
     def simpler(self) -> Iterator[Operation]:
-        return iter(())
+        if self.keeps_gradients:
+            yield Restore()
 
     def run(self, program: RankProgram) -> None:
         adapter, model = program.adapter, program.model
         assert program.save_point is not None, _HAS_SAVED
         form, state, optimizer = program.save_point
-        program.zero_grad(set_to_none=True)
+        if not self.keeps_gradients:
+            program.zero_grad(set_to_none=True)
         # Copied: an implementation may keep loaded tensors as its own memory, and the state may be loaded again.
         getattr(adapter, f"load_{form}_state_dict")(model, _copied(state))
         if optimizer is not None and program.optimizer is not None:
@@ -123,7 +129,8 @@ class Restore(Operation):
     def replay(self, replay: Replay) -> None:
         assert replay.save_point is not None, _HAS_SAVED
         states, optimizer = replay.save_point
-        replay.clear_gradients()
+        if not self.keeps_gradients:
+            replay.clear_gradients()
         for module, state in zip(dict.fromkeys((replay.master, *replay.replicas)), states):
             module.load_state_dict(state)
         if optimizer is not None and replay.optimizer is not None:

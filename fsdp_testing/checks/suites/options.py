@@ -134,6 +134,15 @@ PREFETCH: tuple[Check, ...] = (
                 micro_batch(3, usage=_USED), Observe(), Step(),
                 wrapping=every_unit("conditional", forward_prefetch=True), optimizer=PLAIN_SGD),
           source="pytorch PR 110139", comparison=Comparison(none_is_zero=True)),
+    *(check(f"prefetch.skipped_by_{last}", f"A unit that the last {words} skips is gathered again after the step.",
+            cases("conditional", *iteration(0, usage=_USED), micro_batch(1, usage=_USED), skips, Observe(),
+                  Step(), ZeroGrad(), *iteration(3, usage=_USED),
+                  wrapping=every_unit("conditional", forward_prefetch=True), optimizer=PLAIN_SGD),
+            source="pytorch PR 110139", needs=needs)
+      for last, words, skips, needs in (
+        ("forward", "forward before a step", forward(2, "no_grad", usage=_UNUSED), ()),
+        ("micro_batch", "micro-batch", micro_batch(2, usage=_UNUSED), {"accumulate_without_no_sync"}),
+    )),
     check("prefetch.accumulated", "Prefetching in micro-batches inside and outside no_sync changes no number.",
           cases("deep_nest", *accumulated(0, 1, 2), Step(), ZeroGrad(), *iteration(3),
                 wrapping=every_unit("deep_nest", forward_prefetch=True, backward_prefetch="post")),

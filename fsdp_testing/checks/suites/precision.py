@@ -116,6 +116,9 @@ MIXED_PRECISION: tuple[Check, ...] = (
                                 wrapping=every_unit(model, settings=("unit_precisions",)))
               for model in ("mlp", "precise_input") for precision in (_LOW, _BOTH)),
             source="torch.distributed.fsdp.MixedPrecisionPolicy, cast_forward_inputs", needs={"nested_wrapping"}),
+    lowered("mixed_precision.every_input", "The root casts every floating-point input, the second one too.",
+            stored_in_float32("two_inputs", *iterations(2), forward(5, "eval"), optimizer=PLAIN_SGD, precision=_LOW),
+            source="torch.distributed.fsdp.MixedPrecision, cast_root_forward_inputs"),
     lowered("mixed_precision.unit_inputs", "Only the root casts inputs: inner units receive what the model passes them.",
             stored_in_float32("precise_input", *iterations(2), precision=_LOW),
             source="torch.distributed.fsdp.MixedPrecision, cast_forward_inputs", needs={"nested_wrapping"}),

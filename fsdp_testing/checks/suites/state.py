@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from fsdp_testing.cases.operations import Operation, Restore, Save
+from fsdp_testing.cases.operations import Operation, Restore, Save, Step, ZeroGrad
 from fsdp_testing.cases.records import (
     Case,
     MixedPrecisionSpec,
@@ -93,6 +93,11 @@ CHECKS: tuple[Check, ...] = (
           rolled_back("full", "uneven buffers"), source="torch.nn.Module.load_state_dict", sizes=ODD),
     saved("full_state_dict.rolled_back_after_evaluation", "State loads into a model that has only run a forward since.",
           rolled_back("full", "mlp uneven", forward(5)), source="torch.nn.Module.load_state_dict"),
+    *(saved(f"{form}_state_dict.beside_gradients", "Loading leaves gradients as they are, and later ones are added to them.",
+            cases("mlp uneven", *iteration(0), Save(form), micro_batch(1), Restore(keeps_gradients=True), Observe(),
+                  micro_batch(2), Observe(), Step(), ZeroGrad(), *iteration(3), optimizer=PLAIN_SGD),
+            source="torch.nn.Module.load_state_dict", needs={"full_state_dict", "accumulate_without_no_sync"}, sizes=ODD)
+      for form in ("full", "sharded")),
     saved("full_state_dict.buffers", "Buffers are saved and loaded with the parameters, in their dtypes.",
           _model("full", "buffers"), source="pytorch issue 93391"),
     saved("full_state_dict.module_versions", "Modules convert states of an older version of theirs, and those alone.",

@@ -6,17 +6,21 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from fault import fault
+from faults_access import PrefetchAdapter
+from faults_kinds import kind
 from planting import planted
 from torch import nn
 from toy import Toy
-from toy_more import MoreToy
+from toy_more import MoreAdapter, MoreToy
 
 from fsdp_ref.checkpoint import optim_load
+from fsdp_ref.runtime import forward
 from fsdp_ref.training import clip
 from fsdp_testing.adapters.shared import fsdp_options
 
@@ -178,3 +182,43 @@ class EndsOnOneRank(Toy):
         if self.rank == 1:
             sys.exit(0)
         return super().forward(*args, **kwargs)
+
+
+@kind(MoreAdapter, "full_state_dict.beside_gradients sharded_state_dict.beside_gradients")
+class LoadingClears(MoreToy):
+    """Loading drops gradients."""
+
+    def load(self, state: Mapping[str, torch.Tensor]) -> None:
+        super().load(state)
+        self.drop_gradients()
+
+    def load_shards(self, state: Mapping[str, torch.Tensor]) -> None:
+        super().load_shards(state)
+        self.drop_gradients()
+
+    def drop_gradients(self) -> None:
+        for shard in self.shards.values():
+            shard.grad = None
+
+
+@planted(COMPOSABLE, forward, "_inputs", "mixed_precision.every_input")
+def the_first_input_is_cast(original: Any, unit: Any, frame: Any, args: Any, kwargs: Any) -> Any:
+    """A root casts its first input alone."""
+    cast, kwargs = original(unit, frame, args, kwargs)
+    return ((*cast[:1], *args[1:]) if frame.outermost else cast), kwargs
+
+
+@kind(PrefetchAdapter, "prefetch.skipped_by_forward prefetch.skipped_by_micro_batch")
+class SkippedStaysGathered(Toy):
+    """A unit that is gathered ahead and then skipped is not gathered again."""
+
+    ahead: Mapping[str, torch.Tensor] = MappingProxyType({})
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        skips = self.setup.forward_prefetch and not any(kwargs.get("use", (True,)))
+        output = super().forward(*args, **kwargs)
+        self.ahead = {fqn: self.gather(fqn) for fqn in self.shards if skips and fqn.startswith("branches")}
+        return output
+
+    def gather(self, fqn: str) -> torch.Tensor:
+        return self.ahead[fqn] if fqn in self.ahead else super().gather(fqn)

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from fsdp_testing.cases.models import MODELS, Inputs, ZooModel, tensors_in
+from fsdp_testing.cases.models.inputs import Fields, Slotted
 from fsdp_testing.cases.models.model import structure_of
-from fsdp_testing.cases.models.plain import Fields, Slotted
 from fsdp_testing.oracle.models import cast_floats
 
 EVERY = pytest.mark.parametrize("model", MODELS.values(), ids=MODELS.keys())
