@@ -44,6 +44,10 @@ def judge_faults(runner: Runner, runs: Mapping[int, WholeRun], size: int, faulty
             names = ("the run without a fault", "the run with it")
             same = judge_varied(runner, runs, size, faulty, (name, names))
             lines = (*same.compared, *([f"with the fault, {outcome.cause}"] if outcome.cause else []))
+            if same.verdict is Verdict.PASS and (saved := files_below(folder / "0")):
+                lines = (*lines, _saved_files(folder / "0", saved))
+            if runner.start.resumes:
+                lines = (*lines, "not started again: no rank stopped")
             return replace(same, sentence=f"every rank continues to the end. {same.sentence}", compared=lines)
         hit = {
             rank for rank in range(size) for fault in faults if fault.kind in SILENT and _reached(fault, outcome, rank)
@@ -179,16 +183,8 @@ def _checkpoint(runner: Runner, runs: Mapping[int, WholeRun], size: int, folder:
     saved, start = files_below(folder), runner.start
     if not saved:
         return "It had saved nothing by then."
-    if not start.resume_at and not start.resume_arguments:
-        archives = [name for name in saved if Path(name).suffix in (".pt", ".pth", ".ckpt", ".bin")]
-        broken = [name for name in archives if is_damaged(folder / name)]
-        if broken and broken == archives:
-            raise Failed(
-                f"the files that it had saved by then cannot be read: {', '.join(broken[:5])}. Write a new file, and "
-                f"rename it over the old one."
-            )
-        read = f" ({', '.join(broken[:5])} cannot be read)" if broken else ""
-        return f"It had saved {', '.join(saved[:5])}{read}; with --resume-args it restarts from there."
+    if not start.resumes:
+        return f"It had {_saved_files(folder, saved)}; with --resume-args it restarts from there."
     try:
         compared = compare_resumed(runner, runs, (size, size), folder, stopped=0)
     except Failed as why:
@@ -198,6 +194,22 @@ def _checkpoint(runner: Runner, runs: Mapping[int, WholeRun], size: int, folder:
             first=why.first,
         ) from why
     return f"Started again from what it had saved, it continues as the run without a fault ({compared})."
+
+
+def _saved_files(folder: Path, saved: Sequence[str]) -> str:
+    """Return which files were saved, and which of them are damaged.
+
+    Raises:
+        Failed: Every saved archive is damaged.
+    """
+    archives = [name for name in saved if Path(name).suffix in (".pt", ".pth", ".ckpt", ".bin")]
+    broken = [name for name in archives if is_damaged(folder / name)]
+    if broken and broken == archives:
+        raise Failed(
+            f"every file that it had saved is damaged: {', '.join(broken[:5])}. Write a new file, read it again, and only then "
+            "rename it over the old one."
+        )
+    return f"saved {', '.join(saved[:5])}" + (f" (damaged: {', '.join(broken[:5])})" if broken else "")
 
 
 def is_damaged(path: Path) -> bool:

@@ -96,6 +96,11 @@ class Start:
     returns: ClassVar[bool] = False
 
     @property
+    def resumes(self) -> bool:
+        """Whether a run is started again from what it saved."""
+        return bool(self.resume_at or self.resume_arguments)
+
+    @property
     def lasting(self) -> frozenset[str]:
         """Kinds of process state that a run may change for good."""
         return frozenset()

@@ -63,7 +63,7 @@ def _rare_record_input(seed: int, rank: int, step: int, batch: int, dtype: torch
     return Inputs((Slotted(one),), {"fields": fields})
 
 
-def _two_inputs(seed: int, rank: int, step: int, batch: int, dtype: torch.dtype) -> Inputs:
+def _two_inputs(seed: int, rank: int, step: int, batch: int, dtype: torch.dtype, **_options: Any) -> Inputs:
     one, two = features(seed, rank, step, (2, batch, 6), dtype).unbind(0)
     return Inputs((one, two), {})
 

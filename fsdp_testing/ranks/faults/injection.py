@@ -11,8 +11,10 @@ import io
 import os
 import resource
 import signal
+import struct
 import threading
 import time
+import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -247,7 +249,12 @@ class Injection(AbstractContextManager["Injection"]):
         """Write half, inject the fault, write the rest: a rank that dies in between leaves half a file, as in a real crash."""
         corrupted, buffer = any(fault.kind == "corrupt" for fault in self._due("save")), io.BytesIO()
         save(obj, buffer, *args, **kwargs)
-        data, half = bytearray(buffer.getvalue()), len(buffer.getvalue()) // 2
+        data = bytearray(buffer.getvalue())
+        half = len(data) // 2
+        if corrupted:
+            place = _byte_in_use(buffer)
+            # A byte of 1 may be True, and so is every other byte but 0.
+            data[place] = 0 if data[place] == 1 else data[place] ^ 0xFF
         with Path(f).open("wb") if isinstance(f, str | os.PathLike) else nullcontext(f) as file:
             file.write(data[:half])
             file.flush()
@@ -256,9 +263,23 @@ class Injection(AbstractContextManager["Injection"]):
             if full := next((fault for fault in self._of_disk if fault.kind == "full-disk"), None):
                 self._note(full, "half of save")
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(getattr(file, "name", "")))
-            if corrupted:
-                data[half] ^= 0xFF
             file.write(data[half:])
+
+
+def _byte_in_use(saved: io.BytesIO) -> int:
+    """Return the place of a byte that every load reads: of the largest tensor; of the pickled objects if there is no tensor.
+
+    The rest of a small file is mostly padding. Numbers are little-endian: the last byte of a number has its sign.
+    """
+    data = saved.getvalue()
+    if not zipfile.is_zipfile(saved):
+        return len(data) - 1  # the format before torch 1.6 ends with the last tensor
+    members = zipfile.ZipFile(saved).infolist()
+    tensors = [member for member in members if "/data/" in member.filename and member.file_size]
+    read = max(tensors or [m for m in members if m.filename.endswith("data.pkl")], key=lambda member: member.file_size)
+    name, extra = struct.unpack_from("<HH", data, read.header_offset + 26)
+    inside = min(read.file_size // 16 * 8 + 7, read.file_size - 1)
+    return read.header_offset + 30 + int(name) + int(extra) + inside
 
 
 def _deliver(issue: Callable[[], Any]) -> None:

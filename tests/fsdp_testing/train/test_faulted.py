@@ -73,10 +73,20 @@ def test_a_rank_that_dies_while_it_overwrites_its_only_checkpoint_leaves_nothing
     holds(
         judgement,
         Verdict.FAIL,
-        r"the files that it had saved by then cannot be read: state.pt. Write a new file, and rename .*",
+        r"every file that it had saved is damaged: state.pt. Write a new file, read it again, .*",
     )
     resumed = with_fault("crash@rank=0,save=3", resume_arguments=("--load", "state.pt"))
     holds(resumed, Verdict.FAIL, r"with what it had saved by then \(state.pt\) did not end well: .*")
+
+
+@pytest.mark.parametrize(("save", "verdict"), [(6, Verdict.FAIL), (2, Verdict.PASS)])
+def test_a_run_that_ends_well_and_leaves_damaged_files_alone_has_not_passed(with_fault, save, verdict):
+    judgement = with_fault(f"corrupt@rank=0,save={save}")
+    assert judgement.verdict is verdict, judgement
+    if verdict is Verdict.FAIL:
+        assert "every file that it had saved is damaged: state.pt" in judgement.sentence
+    else:
+        assert "saved state.pt" in judgement.compared
 
 
 def test_ranks_that_wait_for_ever_are_a_failure(with_fault):
@@ -95,7 +105,7 @@ def test_ranks_that_wait_for_ever_are_a_failure(with_fault):
 def test_a_full_disk_stops_the_rank_that_saves_and_its_peer(with_fault):
     judgement = with_fault("full-disk@rank=0,save=2")
     assert judgement.verdict is Verdict.FAIL
-    assert "cannot be read: state.pt" in judgement.sentence  # the second save has cut the first one short
+    assert "is damaged: state.pt" in judgement.sentence  # the second save has cut the first one short
 
 
 @pytest.mark.parametrize("kind", ["crash", "hang"])

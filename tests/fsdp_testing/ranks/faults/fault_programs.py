@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -130,3 +131,8 @@ def in_ddp(fault: str) -> None:
 
 def pid() -> int:
     return os.getpid()
+
+
+def saves_little(path: str, state: Any, *, new_format: bool) -> None:
+    with current_world().inject("corrupt@save=1"):
+        torch.save(state, path, _use_new_zipfile_serialization=new_format)

@@ -171,6 +171,7 @@ def test_a_full_disk_stays_full_until_the_fault_ends(tmp_path):
 
 def test_a_corrupted_save_is_read_with_an_error(tmp_path):
     run_ranks(programs.saves, str(tmp_path), "corrupt@rank=1,save=1")
+    assert not torch.equal(torch.load(tmp_path / "1-1.pt")["weight"], torch.arange(1000))
     with zipfile.ZipFile(tmp_path / "1-1.pt") as archive:
         assert archive.testzip() is not None
     with zipfile.ZipFile(tmp_path / "1-2.pt") as archive:
@@ -211,3 +212,16 @@ def test_nothing_is_installed_where_no_fault_is():
 
 def test_bad_text_is_refused_before_anything_happens():
     assert "fault: expected a rank from 0 to 1, got 2" in str(failure(programs.sums, "crash@rank=2,step=0"))
+
+
+@pytest.mark.parametrize("new_format", [True, False], ids=["archive", "before torch 1.6"])
+@pytest.mark.parametrize(
+    "state",
+    [torch.ones(1), {"a": torch.arange(5.0)}, torch.ones(8, dtype=torch.bool), torch.nn.Linear(4, 4).state_dict()],
+    ids=["one number", "five", "flags", "a module"],
+)
+def test_a_corrupted_save_of_little_is_no_longer_what_was_saved(tmp_path, state, new_format):
+    run_ranks(programs.saves_little, str(tmp_path / "x.pt"), state, new_format=new_format, size=1)
+    loaded = torch.load(tmp_path / "x.pt")
+    before, after = (list(each.values()) if isinstance(each, dict) else [each] for each in (state, loaded))
+    assert not all(map(torch.equal, before, after))
