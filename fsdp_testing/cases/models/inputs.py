@@ -121,7 +121,7 @@ def precise_input() -> nn.Module:
     """A unit that is given single precision, from which it computes before it casts."""
 
     def flow(m: Any, x: torch.Tensor) -> torch.Tensor:
-        moments = torch.linspace(0.1, 1.0, 6, dtype=torch.float32)
+        moments = torch.linspace(0.1, 1.0, 6, dtype=torch.float32, device=x.device)
         return m.last(torch.tanh(m.first(x)) + m.time(moments))
 
     time = Wired(lambda m, moments: m.inner(torch.sin(777.0 * moments).to(m.inner.weight.dtype)), inner=square(6))

@@ -195,9 +195,7 @@ class UnusualBackward(TrainingPass):
 
     def normalise(self, context: ProgramContext) -> Operation | None:
         # Second derivatives are rounded at casts, whose places differ between implementations.
-        return (
-            ForwardBackward(self.batch) if self.form in ("penalty", "of_inputs") and context.mixed_precision else self
-        )
+        return ForwardBackward(self.batch) if self.form == "penalty" and context.mixed_precision else self
 
     def simpler(self) -> Iterator[Operation]:
         yield ForwardBackward(self.batch)
@@ -259,6 +257,8 @@ class UnusualBackward(TrainingPass):
         return trained[:1] if self.form == "one_input" else trained
 
     def replay(self, replay: Replay) -> Results:
+        import torch
+
         replay.refresh()
         values: Results = {}
         ranks = []
@@ -274,7 +274,8 @@ class UnusualBackward(TrainingPass):
             forwarded, gradients = replay.local_gradients(rank, self.batch, penalised=penalised, leaves=leaves)
             values |= replay.results(rank, forwarded)
             for name, gradient in _gradients_of(leaves or ()).items():
-                values |= replay.result(rank, name, gradient)
+                # Casts of inputs are the wrapper's: the user's tensors have the dtype of the model as it is stored.
+                values |= replay.result(rank, name, gradient.to(getattr(torch, replay.case.model.dtype)))
             if self.form in _CHOOSING:
                 gradients = gradients.only(self._choice(replay.parameters))
             ranks.append(gradients)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from fsdp_testing.cases.operations import Reload
+from fsdp_testing.cases.operations import Reload, Step, ZeroGrad
 from fsdp_testing.cases.records import (
     Case,
     FailureKind,
@@ -128,6 +128,8 @@ CHECKS: tuple[Check, ...] = (
     check("wrapping.ignored_stepped",
           "One optimizer steps ignored parameters together with the others.",
           cases("mlp", *iteration(0, alike=True), *iteration(1, alike=True), wrapping=_IGNORING, optimizer=_AT_ONCE),
+          cases("mlp", micro_batch(0, alike=True), Step(), ZeroGrad(False), Observe(), *iteration(1, alike=True),
+                wrapping=_IGNORING, optimizer=_AT_ONCE),
           source="pytorch issue 183207", needs=_NESTED),
     check("options.ignored_by_parameter_whole", "Parameters that are ignored one by one stay whole and keep their own gradients.",
           cases("mlp", micro_batch(0), Observe(), wrapping=replace(_IGNORING, settings=("ignored_by_parameter",))),

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from functools import partial
 
+from fsdp_testing.cases.operations import Restore, Save
 from fsdp_testing.cases.records import (
     Case,
     Clip,
+    EditFullParameters,
     Freeze,
     MixedPrecisionSpec,
     Observe,
@@ -115,6 +117,12 @@ FROZEN: tuple[Check, ...] = (
           cases("frozen_bias", *iterations(3), optimizer=ADAMW),
           cases("frozen_bias", *micro_batches(0, 1), Observe(), Step()),
           source="pytorch PR 101982"),
+    *(check(f"frozen.{name}_after_forward", f"A frozen unit that is {name} after a forward computes with its new values.",
+            *(cases("mlp", *before, forward(5, "no_grad"), changes, forward(6, "no_grad"), *iteration(2), optimizer=PLAIN_SGD,
+                    freeze=frozen) for frozen in (_HEAD, _BODY)), source="torch.nn.Parameter.requires_grad", needs=needs)
+      for name, before, changes, needs in (
+        ("edited", iteration(0), EditFullParameters(("*",), 0.5), set()),
+        ("loaded", (*iteration(0), Save(), EditFullParameters(("*",), 0.5)), Restore(), {"full_state_dict"}))),
     check("frozen.everything", "A model without trainable parameters runs and does not move.",
           cases("mlp", *iterations(2), freeze=("*",)), source="pytorch PR 101982", needs={"all_parameters_frozen"}),
     check("frozen.thawed_later", "A unit frozen at construction and thawed later trains from then on.",

@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 from functools import partial
 
-from fsdp_testing.cases.operations import EditGradients, LocalMicroBatches
+from fsdp_testing.cases.operations import EditGradients, LocalMicroBatches, UnusualBackward
 from fsdp_testing.cases.records import (
     Batch,
     Case,
     Clip,
+    EditFullParameters,
     MixedPrecisionSpec,
     Observe,
     PolicySpec,
@@ -96,7 +97,7 @@ MIXED_PRECISION: tuple[Check, ...] = (
             source="pytorch issue 103862"),
     lowered("mixed_precision.buffers", "Floating-point buffers are held in buffer_dtype, others keep their dtype.",
             *(stored_in_float32("buffers", *iterations(2), precision=precision) for precision in (
-                MixedPrecisionSpec(buffer_dtype="bfloat16"), MixedPrecisionSpec("bfloat16", "float32", "bfloat16"))),
+                _LOW, MixedPrecisionSpec(buffer_dtype="bfloat16"), MixedPrecisionSpec("bfloat16", "float32", "bfloat16"))),
             source="pytorch PR 87935; issue 143900"),
     lowered("mixed_precision.ignored_buffers", "Buffers of ignored modules keep their dtype.",
             stored_in_float32("buffers", *iterations(2), precision=MixedPrecisionSpec(buffer_dtype="bfloat16"),
@@ -119,6 +120,18 @@ MIXED_PRECISION: tuple[Check, ...] = (
     lowered("mixed_precision.every_input", "The root casts every floating-point input, the second one too.",
             stored_in_float32("two_inputs", *iterations(2), forward(5, "eval"), optimizer=PLAIN_SGD, precision=_LOW),
             source="torch.distributed.fsdp.MixedPrecision, cast_root_forward_inputs"),
+    lowered("mixed_precision.of_inputs", "Inputs that are cast get their gradients, keyword inputs too.",
+            *(stored_in_float32(model, UnusualBackward(Batch(0), "of_inputs"), Observe(), Step(), optimizer=PLAIN_SGD,
+                                precision=_LOW) for model in ("mlp", "two_inputs", "keywords")),
+            source="torch.autograd.backward"),
+    *(lowered(f"mixed_precision.loaded_{form}", f"A {form} state is loaded in the digits of storage, not of computation.",
+              *(stored_in_float32(model, *iteration(0), Reload(form, optimizer=False), Observe(), *iteration(1), precision=_LOW,
+                                  optimizer=PLAIN_SGD) for model in ("mlp", "uneven")),
+              source="torch.distributed.fsdp.MixedPrecision") for form in ("full", "sharded")),
+    lowered("mixed_precision.written_back", "Full parameters that a user edits are written back in the digits of storage.",
+            *(stored_in_float32(model, *iteration(0), EditFullParameters(("*.weight",), 0.7), Observe(), *iteration(1),
+                                precision=_LOW, optimizer=PLAIN_SGD) for model in ("mlp", "uneven")),
+            source="torch.distributed.fsdp.FullyShardedDataParallel.summon_full_params"),
     lowered("mixed_precision.unit_inputs", "Only the root casts inputs: inner units receive what the model passes them.",
             stored_in_float32("precise_input", *iterations(2), precision=_LOW),
             source="torch.distributed.fsdp.MixedPrecision, cast_forward_inputs", needs={"nested_wrapping"}),
@@ -224,6 +237,8 @@ CLIPPING: tuple[Check, ...] = (
             *(stored_in_float32("mlp", micro_batch(0, alike=True), Clip(0.1, norm_type), Observe(), Step(),
                                 wrapping=_IGNORING, optimizer=PLAIN_SGD) for norm_type in _NORMS),
             source="https://pytorch.org/docs/stable/fsdp.html", needs={"nested_wrapping"}),
+    clipped("clipping.zero_dim", "Parameters of shape () count in the norm.",
+            *(stored_in_float32("scalars", micro_batch(0), Clip(0.1, norm_type), Observe(), Step()) for norm_type in _NORMS)),
     clipped("clipping.repeated", "Gradients that are already clipped can be clipped again.",
             stored_in_float32("mlp", *iteration(0), micro_batch(1), Clip(0.5), Clip(0.1), Clip(0.1, 1.0), Step())),
     clipped("clipping.ranks_without_elements", "Ranks that hold no element of a parameter take part.",

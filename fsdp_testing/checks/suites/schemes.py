@@ -166,7 +166,11 @@ def _combined(wrapping: WrappingPlan, *, alike: bool) -> Iterator[tuple[Case, ..
 
 HYBRID_SHARDING: tuple[Check, ...] = (
     hybrid("hybrid.trained", "Gradients are averaged over shards and replicas.",
-           cases("mlp uneven", *iterations(3), optimizer=ADAMW), source="pytorch PR 89915"),
+           cases("mlp uneven deep_nest", *iterations(3), optimizer=ADAMW), source="pytorch PR 89915"),
+    *(hybrid(f"hybrid.reloaded_{form}", f"Every replica loads the {form} state of model and optimizer.",
+             cases("mlp uneven", *iterations(2), Reload(form), Observe(), *iterations(2, first=2), optimizer=ADAMW),
+             source="torch.distributed.checkpoint.state_dict", needs={"hybrid", "optim_state", f"{form}_state_dict"})
+      for form in ("full", "sharded")),
     hybrid("hybrid.shares", "The ranks of a replica hold it together, each its share.", cases("mlp wide"),
            mode=RunMode(review=shares.review), of_pieces=True, source="torch.distributed.fsdp.ShardingStrategy"),
     hybrid("hybrid.rank_0_parameters", "Replicas that start with different parameters and buffers get rank 0's.",

@@ -33,6 +33,7 @@ from fsdp_testing.checks.suites.other_worlds import judge_moved
 from fsdp_testing.checks.suites.state_programs import (
     IN_DTENSORS,
     KEEPS_VERSIONS,
+    LOADS_AND_TRAINS,
     OF_ANOTHER_MODEL,
     OF_ANOTHER_RANK,
     REFUSED,
@@ -98,6 +99,9 @@ CHECKS: tuple[Check, ...] = (
                   micro_batch(2), Observe(), Step(), ZeroGrad(), *iteration(3), optimizer=PLAIN_SGD),
             source="torch.nn.Module.load_state_dict", needs={"full_state_dict", "accumulate_without_no_sync"}, sizes=ODD)
       for form in ("full", "sharded")),
+    saved("full_state_dict.not_aliased", "Training after a load leaves the state that the user passed as it is.",
+          cases("mlp buffers", *iteration(0), optimizer=PLAIN_SGD), source="torch.nn.Module.load_state_dict",
+          needs={"full_state_dict"}, mode=LOADS_AND_TRAINS, sizes=ODD),
     saved("full_state_dict.buffers", "Buffers are saved and loaded with the parameters, in their dtypes.",
           _model("full", "buffers"), source="pytorch issue 93391"),
     saved("full_state_dict.module_versions", "Modules convert states of an older version of theirs, and those alone.",

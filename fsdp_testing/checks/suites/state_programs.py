@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fsdp_testing.adapters.adapter import Adapter
-from fsdp_testing.cases.records import Case, RankObservation
+from fsdp_testing.cases.records import Batch, Case, RankObservation
 from fsdp_testing.checks.suites.programs import Remark, RemarkedObservation, review_remarks
 from fsdp_testing.judging.case_runner import RunMode
 from fsdp_testing.oracle import models, rank_jobs
@@ -122,6 +122,28 @@ class SavesItsCopy(ProgramWithMarks):
                 self.remarks.append(
                     f"has {name} in {other.dtype}, or other numbers in it, expected those of the model, {one.dtype}"
                 )
+
+
+class LoadsAndTrains(RemarkingProgram):
+    """A program that loads a state, trains on, and looks at the state that it passed."""
+
+    quantity = "state that was loaded"
+
+    def statements(self) -> Iterator[str]:
+        """Yield the names whose values training has changed. Collectives: those of saving, loading and training."""
+        with self._inside():
+            saved = dict(self.adapter.full_state_dict(self.model))
+        passed, kept = ({name: tensor.detach().clone() for name, tensor in saved.items()} for _ in range(2))
+        with self._inside():
+            self.adapter.load_full_state_dict(self.model, passed)
+            self.backward(self.call(Batch(11)).loss)
+            self.adapter.step(self.model, self.optimizer)
+        changed = [name for name in kept if not torch.equal(passed[name], kept[name])]
+        if changed:
+            yield f"is changed by later training: {', '.join(changed)}. Copy what is loaded"
+
+
+LOADS_AND_TRAINS = RunMode(rank_jobs.run_as, (LoadsAndTrains, {}), review=review_remarks)
 
 
 class LabelledProgram(RemarkingProgram):

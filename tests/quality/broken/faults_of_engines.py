@@ -222,3 +222,85 @@ class SkippedStaysGathered(Toy):
 
     def gather(self, fqn: str) -> torch.Tensor:
         return self.ahead[fqn] if fqn in self.ahead else super().gather(fqn)
+
+
+@planted(COMPOSABLE, forward, "_inputs", "mixed_precision.of_inputs")
+def casting_detaches(original: Any, unit: Any, frame: Any, args: Any, kwargs: Any) -> Any:
+    """What a root casts has no gradient."""
+    cast, kwargs = original(unit, frame, args, kwargs)
+    if frame.outermost:
+        cast = tuple(value.detach() if isinstance(value, torch.Tensor) else value for value in cast)
+    return cast, kwargs
+
+
+@kind(MoreAdapter, "mixed_precision.loaded_full mixed_precision.loaded_sharded mixed_precision.written_back")
+class LoadsInComputeDtype(MoreToy):
+    """What is loaded or written back is rounded to the dtype of computation."""
+
+    def write_back(self, whole: Mapping[str, torch.Tensor]) -> None:
+        super().write_back(self.rounded(whole))
+
+    def load_shards(self, state: Mapping[str, torch.Tensor]) -> None:
+        super().load_shards(self.rounded(state))
+
+    def rounded(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        dtype = self.setup.precision.param_dtype
+        return {fqn: value.to(dtype or value.dtype).to(value.dtype) for fqn, value in state.items()}
+
+
+@fault("clipping.zero_dim")
+class NormOfDimensions(Toy):
+    """The norm leaves out parameters of shape ()."""
+
+    def total_norm(self, norm_type: float) -> torch.Tensor:
+        kept = {fqn: shard.grad for fqn, shard in self.shards.items() if not len(self.shapes[fqn])}
+        for fqn in kept:
+            self.shards[fqn].grad = None
+        norm = super().total_norm(norm_type)
+        for fqn, gradient in kept.items():
+            self.shards[fqn].grad = gradient
+        return norm
+
+
+@kind(MoreAdapter, "frozen.edited_after_forward frozen.loaded_after_forward")
+class FrozenStayGathered(MoreToy):
+    """A forward keeps frozen parameters, and later ones use them."""
+
+    first: dict[str, torch.Tensor] | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.first = {} if self.first is None else self.first
+        return super().forward(*args, **kwargs)
+
+    def gather(self, fqn: str) -> torch.Tensor:
+        if self.first is None or self.shards[fqn].requires_grad:
+            return super().gather(fqn)
+        if fqn not in self.first:
+            self.first[fqn] = super().gather(fqn)
+        return self.first[fqn].clone()
+
+
+@planted(COMPOSABLE, optim_load._Loading, "state", "hybrid.reloaded_full hybrid.reloaded_sharded", world_sizes=(4,))
+def the_first_replica_loads(original: Any, loading: Any) -> dict[Any, dict[str, Any]]:
+    """Replicas other than the first begin with moments of zero."""
+    state: dict[Any, dict[str, Any]] = original(loading)
+    if dist.get_rank() >= 2:
+        for entries in state.values():
+            entries["exp_avg"] = torch.zeros_like(entries["exp_avg"])
+    return state
+
+
+@fault("full_state_dict.not_aliased")
+class LoadingAliases(MoreToy):
+    """Training writes into what was loaded."""
+
+    loaded: Mapping[str, torch.Tensor] = MappingProxyType({})
+
+    def load(self, state: Mapping[str, torch.Tensor]) -> None:
+        super().load(state)
+        self.loaded = state
+
+    def finish_backward(self) -> None:
+        super().finish_backward()
+        for value in self.loaded.values():
+            value.add_(1)
