@@ -17,7 +17,7 @@ import pytest
 
 from fsdp_testing.base import torch_state
 from fsdp_testing.base.backends import backend_named
-from fsdp_testing.errors import CollectiveMismatch, HarnessError
+from fsdp_testing.errors import CollectiveMismatch, HarnessError, InvalidArgument
 from fsdp_testing.plugin.records import STRICT_XPASS, Phase, WarningRecord
 from fsdp_testing.plugin.selection import SIZE_FIXTURE, collected_id, parametrize_sizes
 from fsdp_testing.ranks.faults.fault import end_all, never_reached
@@ -85,8 +85,21 @@ class RankPlugin:
         """Return how many leading nodes of `chain` have fixtures set up, counted to the deepest such node."""
         return max((i + 1 for i, node in enumerate(chain) if node in self._guards), default=0)
 
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_makereport(self, call: pytest.CallInfo[Any]) -> None:
+    @pytest.hookimpl(tryfirst=True, wrapper=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[Any]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """Shorten a mismatch; and a wrong use of the plugin is not what a mark expects to fail, unless it names the error."""
+        self._shorten(call)
+        report = yield
+        misused = call.excinfo is not None and isinstance(call.excinfo.value, HarnessError | InvalidArgument)
+        named = any(mark.kwargs.get("raises") is not None for mark in item.iter_markers("xfail"))
+        if misused and not named and hasattr(report, "wasxfail"):
+            report.outcome = "failed"
+            del report.wasxfail
+        return report
+
+    def _shorten(self, call: pytest.CallInfo[Any]) -> None:
         """End the traceback of a mismatch at the call of the collective: the ledger's frames do not help users."""
         if call.excinfo is None or not isinstance(call.excinfo.value, CollectiveMismatch):
             return
@@ -175,7 +188,7 @@ class RankPlugin:
         ignore = frozenset() if isinstance(node, pytest.Item) else _SET_PER_TEST
         if not backend_named(current_world().backend).makes_group:
             ignore |= ENDS_WITH_PROCESS  # such a world is never kept, and making a group leaves its traces
-        self._guards[node] = take_snapshot(zlib.crc32(node.nodeid.encode()), ignore)
+        self._guards[node] = take_snapshot(zlib.crc32(node.nodeid.encode(errors="surrogateescape")), ignore)
         # Finalizers run last in, first out: this one comes after those of all fixtures of the node.
         node.addfinalizer(lambda: self._check(node))
 

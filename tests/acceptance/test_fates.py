@@ -275,6 +275,32 @@ def test_crash(world):
         dist.all_reduce(torch.ones(1))
 """
 
+EXPECTED_TO_FAIL = """
+@pytest.mark.world(2)
+@pytest.mark.xfail(strict=True)
+def test_misspelled(world):
+    world.inject("crahs@rank=1,collective=1")
+
+@pytest.mark.world(2)
+@pytest.mark.xfail(strict=True)
+def test_not_reached(world):
+    world.inject("crash@rank=1,step=7")
+    assert 0
+
+@pytest.mark.world(2)
+@pytest.mark.xfail(strict=True)
+def test_known(world):
+    assert 0
+"""
+
+
+def test_a_mark_for_an_expected_failure_does_not_hide_a_fault_that_was_not_injected(run: Runner) -> None:
+    verdict = run(EXPECTED_TO_FAIL, "-rA")
+    assert "XFAIL" in verdict.text
+    assert "1 xfailed" in verdict.text, verdict.text
+    assert "fault: expected KIND@rank=R" in verdict.text
+    assert "fault crash@rank=1,step=7: expected a place that is reached" in verdict.text
+
 
 def test_what_a_test_injects_ends_with_it_and_has_to_be_reached(run: Runner) -> None:
     verdict = run(INJECTED, "--strict-hygiene", "-rA", then_next=True)

@@ -195,7 +195,9 @@ class UnusualBackward(TrainingPass):
 
     def normalise(self, context: ProgramContext) -> Operation | None:
         # Second derivatives are rounded at casts, whose places differ between implementations.
-        return ForwardBackward(self.batch) if self.form == "penalty" and context.mixed_precision else self
+        return (
+            ForwardBackward(self.batch) if self.form in ("penalty", "of_inputs") and context.mixed_precision else self
+        )
 
     def simpler(self) -> Iterator[Operation]:
         yield ForwardBackward(self.batch)

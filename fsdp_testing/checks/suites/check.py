@@ -121,6 +121,8 @@ class Check:
         strategies = [name for name in self.strategies if STRATEGIES[name] in claimed]
         places: list[Place] = []
         for size in world_sizes:
+            if size == tensor_parallel and not {*HYBRID, "no_shard"} & set(self.strategies):
+                continue  # one rank holds everything: there is no shard to ask about
             for strategy in strategies:
                 meshes = self.meshes.get(size // tensor_parallel, ()) if strategy in HYBRID else ((),)
                 places += [Place(size, strategy, backend, mesh) for mesh in meshes]

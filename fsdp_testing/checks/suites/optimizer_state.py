@@ -264,10 +264,10 @@ def _with_optimizer(form: str, *optimizers: OptimizerSpec) -> tuple[Case, ...]:
 
 
 def _on_some_ranks(case: Case) -> Case:
-    """Return the case with all ranks but one in the other world, under the case's own strategy where that is possible."""
+    """Return the case with all ranks but one (one, if alone) elsewhere, under its own strategy where that is possible."""
     strategy = case.strategy if case.strategy in ELSEWHERE else "full_shard"
     program = (
-        replace(operation, ranks=case.world.size - 1, strategy=strategy)
+        replace(operation, ranks=max(1, case.world.size - 1), strategy=strategy)
         if isinstance(operation, TrainElsewhere)
         else operation
         for operation in case.program

@@ -153,7 +153,7 @@ def _nothing_to_run(adapter: Adapter, check: Check, where: Where, skipped: Itera
     if not where.claimed(adapter) & set(tags):
         return f"claims none of {', '.join(tags)}"
     sizes = ", ".join(map(str, where.sizes(check)))
-    needed = ", ".join(str(size * where.tensor_parallel) for size in sorted(check.meshes))
+    needed = ", ".join(str(size * where.tensor_parallel) for size in sorted(check.meshes)) or "shards on several ranks"
     return f"has no case for world size {sizes}; it needs {needed}"
 
 

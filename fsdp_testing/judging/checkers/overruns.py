@@ -84,7 +84,8 @@ def _of_rank(
     for account in accounts:
         operation = case.program[account.index] if 0 <= account.index < len(case.program) else None
         unsharded = dict(account.held)
-        early = case.strategy in _FREES_AFTER_FORWARD and not _KEEPS & set(case.wrapping.settings)
+        sharded = case.world.replicas > 1  # one rank has nothing to free, but for copies in another dtype
+        early = sharded and case.strategy in _FREES_AFTER_FORWARD and not _KEEPS & set(case.wrapping.settings)
         # Without an operation it is a new model that has not run.
         allowed: frozenset[str] | None = frozenset()
         if operation is not None:

@@ -46,11 +46,18 @@ _TORCHS = (
     torch.nn.init, torch.nn.Linear, torch.optim.Optimizer, dist.ProcessGroup,
 )  # fmt: skip
 _MORE = (
-    "torch.distributed.distributed_c10d", "torch.utils.data", "torch.utils.checkpoint", "torch.cuda", "torch.linalg",
-    "torch.fft", "torch.special", "torch.nn.utils", "torch.amp", "torch.multiprocessing", "torch.serialization",
-    "time", "os", "subprocess", "threading", "shutil", "tempfile", "json", "copy", "math", "signal", "random",
-    "numpy", "numpy.random", "socket", "uuid", "inspect", "functools", "contextlib", "pickle", "datetime",
+    "torch.distributed.distributed_c10d", "torch.utils.checkpoint", "torch.cuda", "torch.linalg", "torch.testing",
+    "torch.fft", "torch.special", "torch.nn.utils", "torch.multiprocessing", "torch.serialization",
+    "time", "os", "os.path", "shutil", "tempfile", "json", "copy", "math", "signal", "random", "io", "glob",
+    "numpy", "numpy.random", "uuid", "inspect", "functools", "contextlib", "pickle", "datetime", "logging",
 )  # fmt: skip
+_WITH_CLASSES = (
+    "torch.optim", "torch.optim.lr_scheduler", "torch.optim.swa_utils", "torch.utils.data", "torch.utils.data.distributed",
+    "torch.amp", "torch.nn.parallel", "torch.distributed", "torch.distributed.fsdp", "torch.distributed.tensor",
+    "torch.distributed.tensor.parallel", "torch.distributed.device_mesh", "torch.distributed.checkpoint",
+    "torch.distributed.checkpoint.state_dict", "torch.distributions", "threading", "socket", "subprocess",
+)  # fmt: skip
+"""Watched with the public classes that they show."""
 # Not `warnings`: pytest replaces its functions around each test, and while a fixture of several tests ends.
 _NAMED = 5
 _NOTHING = object()
@@ -103,8 +110,7 @@ class _Watched:
         self.all: list[_Namespace] = []
         self._known: set[str] = set()
         self._there: set[int] = set()
-        named = [module for name in _MORE if (module := sys.modules.get(name)) is not None]
-        for owner in (*_TORCHS, *named, pathlib.Path, random.Random):
+        for owner in (*_TORCHS, pathlib.Path, random.Random):
             self._watch(owner)
 
     def current(self) -> list[_Namespace]:
@@ -113,10 +119,17 @@ class _Watched:
             for name, module in list(sys.modules.items()):
                 if name not in self._known:
                     self._known.add(name)
-                    self._add(module)
+                    self._add(name, module)
         return self.all
 
-    def _add(self, module: Any) -> None:
+    def _add(self, name: str, module: Any) -> None:
+        if name in _MORE:
+            self._watch(module)
+        if name in _WITH_CLASSES:
+            self._watch(module)
+            for public, value in list(vars(module).items()):
+                if issubclass(type(value), type) and not public.startswith("_"):
+                    self._watch(value)
         if not isinstance(module, types.ModuleType) or module.__name__.partition(".")[0] == "fsdp_testing":
             return
         file = vars(module).get("__file__")

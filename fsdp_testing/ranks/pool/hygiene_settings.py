@@ -199,6 +199,9 @@ INTERPRETER = settings_probe(
         Setting("gc threshold", gc.get_threshold, lambda value: gc.set_threshold(*value)),
         Setting("gc debug flags", gc.get_debug, gc.set_debug),
         Setting(
+            "gc callbacks", lambda: tuple(gc.callbacks), lambda before: gc.callbacks.__setitem__(slice(None), before)
+        ),
+        Setting(
             "faulthandler enabled",
             faulthandler.is_enabled,
             lambda on: faulthandler.enable(file=2) if on else faulthandler.disable(),

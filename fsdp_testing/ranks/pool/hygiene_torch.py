@@ -69,7 +69,12 @@ DEFAULTS = settings_probe(
         ),
         attribute(torch.utils.deterministic, "fill_uninitialized_memory", "fill_uninitialized_memory"),
         Setting("float32 matmul precision", torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-        attribute(torch.backends.mkldnn, "enabled", "mkldnn.enabled"),
+        *(attribute(torch.backends.mkldnn, name, f"mkldnn.{name}") for name in ("enabled", "deterministic")),
+        Setting(
+            "byte order of torch.load",
+            torch.serialization.get_default_load_endianness,
+            torch.serialization.set_default_load_endianness,
+        ),
         *(attribute(torch.backends.cudnn, name, f"cudnn.{name}") for name in ("enabled", "benchmark", "deterministic")),
         Setting("flush denormals", lambda: _TINIEST + 0.0 == 0.0, torch.set_flush_denormal),
         Setting("tensor sharing strategy", torch.multiprocessing.get_sharing_strategy, None),

@@ -96,7 +96,7 @@ class World:
             raise AssertionError(f"rank {self.rank} has {account.race_count} races on its streams:\n{account}")
 
     def inject(self, *faults: str) -> Injection:
-        """Inject faults into this rank, `world.inject("delay=0.5@rank=1,collective=3")`, from now until the test or call ends.
+        """Inject faults into this rank, `world.inject("delay=0.5@rank=1,collective=3")`, until teardown or the end of the call.
 
         As a context manager it ends with the context. Call it on every rank: each rank takes the faults that name it. Places
         are counted from this call on. Collectives: none.

@@ -132,6 +132,29 @@ RESTORED: dict[str, tuple[Callable[[], object], str, str]] = {
     "log disable": (lambda: logging.disable(logging.CRITICAL), "logging", "logging.disable"),
     "function": (_relu, "patched function", "torch.nn.functional.relu"),
     "method": (_linear, "patched function", "Linear.forward"),
+    "function of testing": (
+        lambda: setattr(torch.testing, "assert_close", _other_relu),
+        "patched function",
+        "torch.testing.assert_close",
+    ),
+    "method of an optimizer": (lambda: setattr(torch.optim.SGD, "step", _other_relu), "patched function", "SGD.step"),
+    "method of a thread": (
+        lambda: setattr(threading.Thread, "is_alive", _other_relu),
+        "patched function",
+        "threading.Thread.is_alive",
+    ),
+    "function of paths": (lambda: setattr(os.path, "lexists", _other_relu), "patched function", "posixpath.lexists"),
+    "byte order": (
+        lambda: torch.serialization.set_default_load_endianness(torch.serialization.LoadEndianness.BIG),
+        "torch default",
+        "byte order of torch.load",
+    ),
+    "mkldnn deterministic": (
+        lambda: setattr(torch.backends.mkldnn, "deterministic", True),
+        "torch default",
+        "mkldnn.deterministic",
+    ),
+    "gc callback": (lambda: gc.callbacks.append(_other_relu), "interpreter", "gc callbacks"),
     "module hook": (
         lambda: torch.nn.modules.module.register_module_forward_hook(lambda *a: None),
         "module hook",
@@ -462,7 +485,7 @@ def test_no_value_of_code_under_test_is_asked_for_its_class(tmp_path: Path) -> N
     module.__file__ = str(tmp_path / "made.py")
     module.old, module.Kind = Deprecated(), type("Kind", (), {"__module__": "made"})  # type: ignore[attr-defined]  # made here
     watched = hygiene._Watched()
-    watched._add(module)
+    watched._add(module.__name__, module)
     assert [namespace.place for namespace in watched.all[-2:]] == [module, module.Kind]  # type: ignore[attr-defined]  # as above
 
 
