@@ -41,7 +41,6 @@ __all__ = [
 
 _FINDINGS = "fsdp_testing/docs/findings/"
 _ARCHIVE = "fsdp_testing/docs/findings.tar.xz"  # fsdp_testing/base/documentation.py reads it
-_KNOWN = "fsdp_testing/checks/findings/known_failures.toml"
 
 
 def build_wheel(wheel_directory: str, *arguments: Any, **options: Any) -> str:
@@ -59,13 +58,9 @@ def _pack_again(wheel: Path) -> None:
         contents = {_in_package(entry.filename): (entry, old.read(entry)) for entry in old.infolist()}
         findings = {name: contents.pop(name)[1] for name in sorted(contents) if name.startswith(_FINDINGS)}
         archive = _archived(findings)
-        # Only tests and pages of this repository read the examples of known failures.
-        known = re.sub(rb"^example = .*\n", b"", contents[_KNOWN][1], flags=re.MULTILINE)
         for name, (entry, content) in contents.items():
             if name.endswith(".dist-info/RECORD"):
-                content = _record(content.decode(), {_KNOWN: known, _ARCHIVE: archive}).encode()
-            elif name == _KNOWN:
-                content = known
+                content = _record(content.decode(), {_ARCHIVE: archive}).encode()
             entry.filename = name
             new.writestr(entry, content, zipfile.ZIP_DEFLATED, 9)
         place = zipfile.ZipInfo(_ARCHIVE)
@@ -86,9 +81,8 @@ def _archived(scripts: Mapping[str, bytes]) -> bytes:
 
 
 def _record(lines: str, added: Mapping[str, bytes]) -> str:
-    """Return the list of a wheel's files (PEP 376), with those that are added in place of the archived and of older ones."""
-    listed = _in_package(lines).splitlines()
-    kept = [line for line in listed if not line.startswith((_FINDINGS, *(f"{name}," for name in added)))]
+    """Return the list of a wheel's files (PEP 376), with the archive in place of what it holds."""
+    kept = [line for line in _in_package(lines).splitlines() if not line.startswith(_FINDINGS)]
     for name, content in added.items():
         digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
         kept.append(f"{name},sha256={digest},{len(content)}")

@@ -21,4 +21,4 @@ def names() -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    TARGET.write_text(json.dumps(names(), indent=1) + "\n", encoding="utf-8")
+    TARGET.write_text(json.dumps(names(), indent=0, separators=(",", ":")) + "\n", encoding="utf-8")

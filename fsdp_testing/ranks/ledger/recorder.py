@@ -23,7 +23,6 @@ from fsdp_testing.errors import CollectiveMismatch
 from fsdp_testing.ranks.ledger import deadlock
 from fsdp_testing.ranks.ledger.memory import ANYBODY, Area, LedgerMemory, OwnArea
 from fsdp_testing.ranks.ledger.records import WAITS_FOR_ALL, WAITS_FOR_NOBODY, Call, GroupIdentity, group_string
-from fsdp_testing.ranks.ledger.refusals import torch_refuses
 
 _MASK = (1 << 64) - 1
 _PAUSE_SECONDS = 0.001
@@ -285,3 +284,33 @@ class Recorder:
 
 
 __all__ = ["Call", "GroupIdentity", "Line", "Listener", "Recorder"]
+
+
+def torch_refuses(name: str, group: Any, args: tuple[Any, ...]) -> bool:
+    """Return whether method `name` of a `ProcessGroup` certainly raises for these arguments; False when in doubt.
+
+    Asked only when the ranks disagree: of a call that torch must refuse nothing is issued, and a peer may be at its next
+    collective. What torch refuses only while it waits for the work was issued on every rank.
+    """
+    check = _CHECKS.get(name)
+    try:
+        return check is not None and check(group.size(), args[0], args[1])
+    except (AttributeError, IndexError, TypeError):
+        return False
+
+
+def _not_gathered(size: int, whole: Any, part: Any) -> bool:
+    return whole.numel() != part.numel() * size or whole.dtype != part.dtype
+
+
+# From the size of the group, the outputs and the inputs.
+_CHECKS: dict[str, Callable[[int, Any, Any], bool]] = {
+    "allgather": lambda size, outs, inputs: (
+        len(outs[0]) != size or any(out.dtype != inputs[0].dtype for out in outs[0])
+    ),
+    "reduce_scatter": lambda size, outs, inputs: len(inputs[0]) != size,
+    "_allgather_base": _not_gathered,
+    "all_gather_single": _not_gathered,
+    "_reduce_scatter_base": lambda size, part, whole: _not_gathered(size, whole, part),
+    "reduce_scatter_single": lambda size, part, whole: _not_gathered(size, whole, part),
+}
