@@ -155,7 +155,7 @@ _watched = _Watched()
 
 def _contents() -> list[Content]:
     namespaces = _watched.current()
-    # Made in its full length: a list that grows leaves one freed block of each length to the allocator, after each test.
+    # In full length: a list that grows leaves blocks to the allocator.
     contents: list[Content] = [{}] * len(namespaces)
     for place, namespace in enumerate(namespaces):
         contents[place] = namespace.read()
