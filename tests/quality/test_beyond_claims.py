@@ -75,3 +75,20 @@ def test_an_adapter_that_gathers_to_show_parameters_is_not_judged_by_its_pieces(
 def test_a_copy_that_shows_no_gradients_is_judged_by_its_step(check):
     result = run_check("narrow:GATHERED", check)
     assert result.verdict is Verdict.PASS, result.explanation
+
+
+@pytest.mark.parametrize(
+    ("check", "verdict"),
+    [
+        ("mixed_precision.evaluated", Verdict.PASS),
+        ("comm_hook.called_once_per_unit", Verdict.PASS),
+        ("optim_state.some_ranks", Verdict.PASS),
+        ("unshard.gathers", Verdict.NOT_CLAIMED),
+        ("sharded_state_dict.of_another_rank", Verdict.NOT_CLAIMED),
+    ],
+)
+def test_one_rank_is_asked_about_what_one_rank_can_show(check, verdict):
+    result = run_check("fsdp_ref-composable", check, world_sizes=(1,))
+    assert result.verdict is verdict, result.explanation
+    if verdict is Verdict.NOT_CLAIMED:
+        assert "it needs shards on several ranks" in result.explanation

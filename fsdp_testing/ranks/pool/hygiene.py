@@ -123,10 +123,9 @@ class _Watched:
         return self.all
 
     def _add(self, name: str, module: Any) -> None:
-        if name in _MORE:
+        if name in (*_MORE, *_WITH_CLASSES) and isinstance(module, types.ModuleType):
             self._watch(module)
-        if name in _WITH_CLASSES:
-            self._watch(module)
+        if name in _WITH_CLASSES and isinstance(module, types.ModuleType):
             for public, value in list(vars(module).items()):
                 if issubclass(type(value), type) and not public.startswith("_"):
                     self._watch(value)

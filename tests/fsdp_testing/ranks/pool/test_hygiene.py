@@ -489,6 +489,14 @@ def test_no_value_of_code_under_test_is_asked_for_its_class(tmp_path: Path) -> N
     assert [namespace.place for namespace in watched.all[-2:]] == [module, module.Kind]  # type: ignore[attr-defined]  # as above
 
 
+@pytest.mark.parametrize("name", ["glob", "torch.distributed.tensor"])
+def test_a_module_that_a_test_makes_impossible_to_import_is_not_watched(name: str) -> None:
+    watched = hygiene._Watched()
+    before = list(watched.all)
+    watched._add(name, None)
+    assert watched.all == before
+
+
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="dictionaries have no versions from Python 3.14 on")
 def test_dictionaries_have_versions_here() -> None:
     assert compat._dictionaries_have_versions()
