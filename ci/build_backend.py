@@ -40,6 +40,7 @@ __all__ = [
 ]
 
 _FINDINGS = "fsdp_testing/docs/findings/"
+_KNOWN = "fsdp_testing/checks/findings/known_failures.toml"  # the tables of those pages are made from it
 _ARCHIVE = "fsdp_testing/docs/findings.tar.xz"  # fsdp_testing/base/documentation.py reads it
 
 
@@ -56,7 +57,7 @@ def _pack_again(wheel: Path) -> None:
     packed = wheel.with_suffix(".packed")
     with zipfile.ZipFile(wheel) as old, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as new:
         contents = {_in_package(entry.filename): (entry, old.read(entry)) for entry in old.infolist()}
-        findings = {name: contents.pop(name)[1] for name in sorted(contents) if name.startswith(_FINDINGS)}
+        findings = {name: contents.pop(name)[1] for name in sorted(contents) if name.startswith((_FINDINGS, _KNOWN))}
         archive = _archived(findings)
         for name, (entry, content) in contents.items():
             if name.endswith(".dist-info/RECORD"):
@@ -74,7 +75,7 @@ def _archived(scripts: Mapping[str, bytes]) -> bytes:
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w:xz", preset=9) as archive:
         for name, content in scripts.items():
-            entry = tarfile.TarInfo(name.removeprefix("fsdp_testing/docs/"))
+            entry = tarfile.TarInfo(re.sub(r"^fsdp_testing/(docs|checks)/", "", name))
             entry.size = len(content)
             archive.addfile(entry, io.BytesIO(content))
     return buffer.getvalue()
@@ -82,7 +83,7 @@ def _archived(scripts: Mapping[str, bytes]) -> bytes:
 
 def _record(lines: str, added: Mapping[str, bytes]) -> str:
     """Return the list of a wheel's files (PEP 376), with the archive in place of what it holds."""
-    kept = [line for line in _in_package(lines).splitlines() if not line.startswith(_FINDINGS)]
+    kept = [line for line in _in_package(lines).splitlines() if not line.startswith((_FINDINGS, _KNOWN))]
     for name, content in added.items():
         digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
         kept.append(f"{name},sha256={digest},{len(content)}")

@@ -84,7 +84,7 @@ def add(commands: Subparsers[Command]) -> Command:
         type=Path,
         metavar="FILE",
         help="TOML: known failures, a table for each NAME that says how and why a check fails, or a list of defects "
-        "(docs/exit-codes.md)",
+        "(docs/exit-codes.md); `shipped` is the list of fsdp-testing itself",
     )
     what.add_argument(
         "--explain",
@@ -278,9 +278,10 @@ def unknown_tables(path: Path | None, names: tuple[str, ...]) -> list[str]:
 def _document(path: Path) -> dict[str, Any]:
     """The entries of a file by check, or those that follow from its list of defects."""
     from fsdp_testing.base.document import load_toml, read_text
-    from fsdp_testing.checks.findings.known import is_list, read_list, tables_of
+    from fsdp_testing.checks.findings.known import is_list, read_list, shipped_text, tables_of
 
-    text = read_text(path, "a TOML file for --expected-failures", "Give another file.")
+    shipped = path == Path("shipped") and not path.exists()
+    text = shipped_text() if shipped else read_text(path, "a TOML file for --expected-failures", "Give another file.")
     document = load_toml(text, f"--expected-failures: {path}")
     return tables_of(read_list(document, str(path))) if is_list(document) else document
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_testing.base.document import Format, decode, load_toml
+from fsdp_testing.base.documentation import text_of
 from fsdp_testing.errors import InvalidRecord
 from fsdp_testing.judging.known import KnownFailures, Rule, check_rules, read_known
 
@@ -145,7 +146,17 @@ def tables_of(defects: Iterable[Defect]) -> dict[str, dict[str, Any]]:
 @functools.cache
 def shipped() -> tuple[Defect, ...]:
     """Return the list that ships with fsdp_testing."""
-    return read_list(tomllib.loads(LIST.read_text(encoding="utf-8")), str(LIST))
+    return read_list(tomllib.loads(shipped_text()), str(LIST))
+
+
+def shipped_text() -> str:
+    """Return that list as it is written; a wheel has it in the archive of the pages that are made from it."""
+    text = LIST.read_text(encoding="utf-8") if LIST.is_file() else text_of("docs/findings/known_failures.toml")
+    if text is None:
+        raise InvalidRecord(
+            f"{LIST}: expected the list of known failures, got an incomplete package. Install it again."
+        )
+    return text
 
 
 def shipped_known(name: str) -> KnownFailures:

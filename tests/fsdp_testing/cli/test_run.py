@@ -12,6 +12,7 @@ import pytest
 
 import fsdp_testing.checks.conformance
 from fsdp_testing.cases.records import CaseOutcome, CheckResult, RunReport, Verdict
+from fsdp_testing.checks.findings.known import LIST
 from fsdp_testing.errors import InvalidArgument, InvalidImplementation, PoolBroken
 
 
@@ -228,6 +229,16 @@ def test_expected_failures_are_read_per_implementation(
     verify("run", "torch-ddp", "--expected-failures", str(path))
     said = {check: {"page": str(tmp_path / "page.md")}, "a.b": [{"page": "absent.md"}]}
     assert asked.asked["expected_failures"] == {"torch-ddp": said}, "a page is named by a path that opens"
+
+
+def test_the_shipped_list_of_expected_failures_has_a_name(
+    verify: Callable[..., Any], judge: Callable[..., Judge]
+) -> None:
+    asked = judge(Verdict.PASS)
+    verify("run", "torch-ddp", "--expected-failures", str(LIST))
+    from_the_file = asked.asked["expected_failures"]
+    verify("run", "torch-ddp", "--expected-failures", "shipped")
+    assert asked.asked["expected_failures"] == from_the_file != {}
 
 
 def test_a_table_that_is_nobodys_is_reported(
