@@ -9,7 +9,7 @@ import known_defects
 import pytest
 
 from fsdp_testing.adapters import registry
-from fsdp_testing.checks.findings.known import LIST, Defect, shipped, tables_of
+from fsdp_testing.checks.findings.known import Defect, shipped, shipped_text, tables_of
 from fsdp_testing.checks.suites import CHECKS
 from fsdp_testing.cli.main import main
 from fsdp_testing.judging.expected import expectations
@@ -77,12 +77,12 @@ def test_every_name_of_an_implementation_and_a_check_exists() -> None:
 
 def test_rules_name_a_class_of_ours_and_no_module() -> None:
     """A rule that names a module knows nothing once the file has moved."""
-    assert re.findall(r"\bfsdp_(?:testing|ref)\.[\w.]+", LIST.read_text(encoding="utf-8").partition("\n\n")[2]) == []
+    assert re.findall(r"\bfsdp_(?:testing|ref)\.[\w.]+", shipped_text().partition("\n\n")[2]) == []
 
 
 def test_rules_name_no_class_of_a_model() -> None:
     """Torch's message says which class a state does not fit: a model of ours that got another name was a new failure."""
-    text = LIST.read_text(encoding="utf-8")
+    text = shipped_text()
     assert set(re.findall(r"loading state_dict for (\w+)", text)) == {"FSDP", "FullyShardedDataParallel"}
 
 
@@ -118,7 +118,7 @@ def test_what_was_known_still_shows_and_is_exposed(defect: Defect) -> None:
 
 def test_both_commands_say_what_is_wrong_in_a_list(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bad = tmp_path / "list.toml"
-    bad.write_text(LIST.read_text(encoding="utf-8").replace('reason = "', 'raeson = "', 1), encoding="utf-8")
+    bad.write_text(shipped_text().replace('reason = "', 'raeson = "', 1), encoding="utf-8")
     for asked in (["run", "torch-ddp", "--expected-failures"], ["fuzz", "torch-ddp", "--known"]):
         assert main([*asked, str(bad)]) == 2
         error = " ".join(capsys.readouterr().err.split())

@@ -12,7 +12,7 @@ import pytest
 
 import fsdp_testing.checks.conformance
 from fsdp_testing.cases.records import CaseOutcome, CheckResult, RunReport, Verdict
-from fsdp_testing.checks.findings.known import LIST
+from fsdp_testing.checks.findings.known import shipped_text
 from fsdp_testing.errors import InvalidArgument, InvalidImplementation, PoolBroken
 
 
@@ -232,13 +232,14 @@ def test_expected_failures_are_read_per_implementation(
 
 
 def test_the_shipped_list_of_expected_failures_has_a_name(
-    verify: Callable[..., Any], judge: Callable[..., Judge]
+    verify: Callable[..., Any], judge: Callable[..., Judge], tmp_path: Path
 ) -> None:
-    asked = judge(Verdict.PASS)
-    verify("run", "torch-ddp", "--expected-failures", str(LIST))
-    from_the_file = asked.asked["expected_failures"]
+    asked, path = judge(Verdict.PASS), tmp_path / "list.toml"
+    path.write_text(shipped_text(), encoding="utf-8")
+    verify("run", "torch-ddp", "--expected-failures", str(path))
+    from_a_file = asked.asked["expected_failures"]
     verify("run", "torch-ddp", "--expected-failures", "shipped")
-    assert asked.asked["expected_failures"] == from_the_file != {}
+    assert asked.asked["expected_failures"] == from_a_file != {}
 
 
 def test_a_table_that_is_nobodys_is_reported(
