@@ -265,6 +265,19 @@ def copies_in(
     return copies or averages, tuple(called)
 
 
+def buffers_beside(variables: Sequence[Mapping[str, Any]], models: Sequence[nn.Module], block: int) -> Spans:
+    """Return the buffers of modules that share no part with the trained models, by the names of variable and buffer."""
+    buffers: Spans = {}
+    known = {id(part) for model in models for part in model.modules()}
+    with suppress(Exception):  # as for copies
+        for name, value in _named(variables):
+            if isinstance(value, nn.Module) and known.isdisjoint(map(id, value.modules())):
+                known.update(map(id, value.modules()))
+                held = {f"{name}.{key}": pieces.of_tensor(tensor) for key, tensor in value.named_buffers()}
+                buffers |= {key: spans_of(parts, "value", block) for key, parts in held.items()}
+    return buffers
+
+
 def _is_average(name: str, value: Any) -> bool:
     """Whether an object, other than a number, a text or code, is named like a moving average of weights."""
     words = name.rpartition(".")[2].lower().split("_")

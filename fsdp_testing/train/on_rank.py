@@ -83,6 +83,7 @@ class RankReport:
         hosts: Other machines that it asked for.
         copies: Other copies of the weights at the end, by variable name; empty if only the name suggests a copy.
         called: Those of them that are modules which the script called.
+        beside: Buffers of modules outside of the models at the end, by the names of variable and buffer.
         idle_passes: Backward passes of a training that steps no optimizer and moves no weight.
         trains: Whether it ran any backward pass, or made a step.
         ended: Whether the training ended on its own.
@@ -104,6 +105,7 @@ class RankReport:
     hosts: tuple[str, ...] = ()
     copies: dict[str, Spans] = field(default_factory=dict)
     called: tuple[str, ...] = ()
+    beside: Spans = field(default_factory=dict)
     idle_passes: int = 0
     trains: bool = True
     ended: bool = True

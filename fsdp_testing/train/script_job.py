@@ -17,7 +17,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fsdp_testing.errors import InvalidArgument
-from fsdp_testing.train.holdings import copies_in
+from fsdp_testing.train.holdings import buffers_beside, copies_in
 from fsdp_testing.train.observation import Observer
 from fsdp_testing.train.on_rank import EnoughSteps, Job, RunSettings
 from fsdp_testing.train.surroundings import NOT_OF_SCRIPTS, hosts, in_folder, outside, watch_numbers
@@ -96,7 +96,8 @@ class ScriptJob(Job):
         scopes += [frame.f_locals for frame in frames]
         reader = observer.reader
         copies, called = copies_in(scopes, reader.models, reader.block, observer.ran)
-        return {"copies": copies, "called": called, "ended": ended}
+        beside = buffers_beside(scopes, reader.models, reader.block)
+        return {"copies": copies, "called": called, "beside": beside, "ended": ended}
 
 
 def _of_script(stack: Iterable[tuple[FrameType, int]]) -> list[FrameType]:

@@ -327,8 +327,14 @@ def outdated_in_use(run: WholeRun) -> str:
 
 
 def copies_left_out(reference: WholeRun, run: WholeRun) -> list[str]:
-    """Return sentences on the copies of weights, or parts of them, that are not compared."""
+    """Return sentences on the copies of weights, or parts of them, and other modules' buffers that are not compared."""
     sentences, means = [], means_of_weights(reference)
+    for name in run.ranks[0].beside:
+        rank = assembled([rank.beside.get(name, ()) for rank in run.ranks])[1]
+        if rank is not None:
+            sentences.append(
+                f"the buffer {name!r}, which no model has: rank {rank} has other numbers than an earlier rank"
+            )
     for name, rank in outdated_copies(run).items():
         sentences.append(f"{name!r} of rank {rank}, which has other numbers than that of another rank")
     for name, spans in run.ranks[0].copies.items():

@@ -6,8 +6,9 @@ from types import SimpleNamespace
 
 import torch
 
+from fsdp_testing.train.holdings import buffers_beside
 from fsdp_testing.train.quantities import Kind, Quantity
-from fsdp_testing.train.whole import means_of_weights
+from fsdp_testing.train.whole import copies_left_out, means_of_weights
 
 
 def run(**copies):
@@ -32,3 +33,21 @@ def test_a_mean_of_weights_lies_between_the_values_that_they_had():
 
 def test_a_number_that_lies_between_them_by_chance_makes_no_copy_of_what_is_none():
     assert names(weight=[0.3, -2.0, 9.0], bias=[0.5]) == set()
+
+
+def beside(model, tracker):
+    spans = buffers_beside([{"model": model, "tracker": tracker, "part": tracker[0]}], [model], 1)
+    return SimpleNamespace(copies={}, called=(), beside=spans)
+
+
+def test_buffers_of_other_modules_that_differ_between_ranks_are_named_as_not_compared():
+    model, tracker = torch.nn.BatchNorm1d(2), torch.nn.Sequential(torch.nn.BatchNorm1d(2, affine=False))
+    ranks = [beside(model, tracker)]
+    model.running_mean += 1  # of the model: compared elsewhere
+    tracker[0].running_mean += 1
+    ranks.append(beside(model, tracker))
+    world = SimpleNamespace(ranks=ranks, own=(), disagreements=(), quantities={})
+    (sentence,) = copies_left_out(run(), world)
+    assert sentence == (
+        "the buffer 'tracker.0.running_mean', which no model has: rank 1 has other numbers than an earlier rank"
+    )
