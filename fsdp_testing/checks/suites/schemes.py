@@ -47,6 +47,7 @@ from fsdp_testing.checks.suites.programs import AFTER_ONE_REPLICA
 from fsdp_testing.checks.suites.watched import GATHERS_LIMITED, STREAMS_OBSERVED, traced
 from fsdp_testing.judging.case_runner import RunMode
 from fsdp_testing.judging.checkers import event_rules, shares
+from fsdp_testing.oracle.quantities import Comparison
 
 _SHARDED = ("full_shard", "shard_grad_op")
 _VLDB = "PyTorch FSDP, VLDB 2023, section 3"
@@ -167,6 +168,17 @@ def _combined(wrapping: WrappingPlan, *, alike: bool) -> Iterator[tuple[Case, ..
 HYBRID_SHARDING: tuple[Check, ...] = (
     hybrid("hybrid.trained", "Gradients are averaged over shards and replicas.",
            cases("mlp uneven deep_nest", *iterations(3), optimizer=ADAMW), source="pytorch PR 89915"),
+    # As in mixed_precision.local_sums: a sum over the replicas in 8 bits loses what the sum before it holds.
+    hybrid("hybrid.local_sums", "Sums of low-precision gradients are reduced over replicas too in the dtype of reduction.",
+           cases("mlp", LocalMicroBatches(tuple(map(Batch, range(16)))), micro_batch(16), Observe(), Step(), dtype="float32",
+                 optimizer=PLAIN_SGD, precision=MixedPrecisionSpec("bfloat16", "float32")),
+           source="pytorch PR 125484, 126166", comparison=LOCKSTEP),
+    *(hybrid(f"hybrid.unused_{what}", f"Replicas may use different {what}.",
+             cases(model, *iterations(2, usage=(first, first, last, last)), optimizer=PLAIN_SGD),
+             source="torch.nn.parallel.DistributedDataParallel, find_unused_parameters",
+             comparison=Comparison(none_is_zero=True))
+      for what, model, first, last in (("parameters", "partly_used", (True, False), (False, True)),
+                                       ("units", "conditional", (True, False, False), (False, True, True)))),
     *(hybrid(f"hybrid.reloaded_{form}", f"Every replica loads the {form} state of model and optimizer.",
              cases("mlp uneven", *iterations(2), Reload(form), Observe(), *iterations(2, first=2), optimizer=ADAMW),
              source="torch.distributed.checkpoint.state_dict", needs={"hybrid", "optim_state", f"{form}_state_dict"})

@@ -13,14 +13,14 @@ import torch
 import torch.distributed as dist
 from fault import fault
 from faults_access import PrefetchAdapter
-from faults_kinds import kind
+from faults_kinds import HybridAdapter, HybridToy, kind
 from planting import planted
 from torch import nn
 from toy import Toy
 from toy_more import MoreAdapter, MoreToy
 
 from fsdp_ref.checkpoint import optim_load
-from fsdp_ref.runtime import forward
+from fsdp_ref.runtime import forward, grad_sync
 from fsdp_ref.training import clip
 from fsdp_testing.adapters.shared import fsdp_options
 
@@ -288,6 +288,26 @@ def the_first_replica_loads(original: Any, loading: Any) -> dict[Any, dict[str, 
         for entries in state.values():
             entries["exp_avg"] = torch.zeros_like(entries["exp_avg"])
     return state
+
+
+@planted(COMPOSABLE, grad_sync._Reduction, "advance", "hybrid.local_sums", world_sizes=(4,))
+def replicas_are_added_up_in_bfloat16(original: Any, reduction: Any) -> None:
+    """What the reduction over replicas reads was rounded to the dtype of computation."""
+    if reduction._rest and reduction.unit.handle.compute_dtype is torch.bfloat16:
+        reduction._pending.wait()
+        reduction._out_S.copy_(reduction._out_S.bfloat16())
+    original(reduction)
+
+
+@kind(HybridAdapter, "hybrid.unused_parameters hybrid.unused_units")
+class UsedByTheReplica(HybridToy):
+    """A gradient is dropped if no rank of the replica used its parameter."""
+
+    def store(self, fqn: str, gradient: torch.Tensor) -> None:
+        used = torch.tensor(float(fqn in self.sums))
+        dist.all_reduce(used, group=self.inside)
+        if bool(used) or not self.hybrid:
+            super().store(fqn, gradient)
 
 
 @fault("full_state_dict.not_aliased")
