@@ -13,6 +13,7 @@ from fsdp_testing.base.backends import backend_named
 from fsdp_testing.cases.records import STRATEGIES, Case, CheckResult, FailureKind, Judgement, Verdict, merge
 from fsdp_testing.checks.suites.check import Check, adapt, needs_of
 from fsdp_testing.judging.case_runner import CaseRunner, JudgedCase
+from fsdp_testing.judging.expected import NO_CASE
 from fsdp_testing.oracle.tensor_axis import over_two_axes
 
 _LARGEST_EVERYWHERE = 4
@@ -153,8 +154,8 @@ def _nothing_to_run(adapter: Adapter, check: Check, where: Where, skipped: Itera
     if not where.claimed(adapter) & set(tags):
         return f"claims none of {', '.join(tags)}"
     sizes = ", ".join(map(str, where.sizes(check)))
-    needed = ", ".join(str(size * where.tensor_parallel) for size in sorted(check.meshes)) or "shards on several ranks"
-    return f"has no case for world size {sizes}; it needs {needed}"
+    possible = sorted(size * where.tensor_parallel for size, meshes in check.meshes.items() if meshes)
+    return f"{NO_CASE} {sizes}; it needs {', '.join(map(str, possible)) or 'shards on several ranks'}"
 
 
 def _merged(name: str, check: Check, judgements: Sequence[JudgedCase], start: float) -> CheckResult:

@@ -224,6 +224,22 @@ class SkippedStaysGathered(Toy):
         return self.ahead[fqn] if fqn in self.ahead else super().gather(fqn)
 
 
+@kind(PrefetchAdapter, "prefetch.called_twice")
+class GatheredOnceMore(Toy):
+    """A unit that an evaluation gathers ahead once more than it runs is not gathered again."""
+
+    ahead: Mapping[str, torch.Tensor] = MappingProxyType({})
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        once_more = self.setup.forward_prefetch and not torch.is_grad_enabled()
+        self.ahead = {fqn: self.gather(fqn) for fqn in self.shards if once_more and fqn.startswith("between")}
+        return output
+
+    def gather(self, fqn: str) -> torch.Tensor:
+        return self.ahead[fqn] if fqn in self.ahead else super().gather(fqn)
+
+
 @planted(COMPOSABLE, forward, "_inputs", "mixed_precision.of_inputs")
 def casting_detaches(original: Any, unit: Any, frame: Any, args: Any, kwargs: Any) -> Any:
     """What a root casts has no gradient."""

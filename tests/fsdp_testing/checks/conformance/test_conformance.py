@@ -227,9 +227,12 @@ def test_the_default_profile_leaves_extended_checks_out():
 
 
 def test_a_size_at_which_a_check_has_no_case_is_said():
-    report = run_conformance("torch-fsdp2", checks=("hybrid.trained",), world_sizes=(3,), runner=Scripted({}))
-    assert report.results[0].verdict is Verdict.NOT_CLAIMED
-    assert "has no case for world size 3" in report.results[0].explanation
+    asked = {"checks": ("hybrid.trained",), "world_sizes": (3,)}
+    expected = {"hybrid.trained": [{"reason": "why", "kind": "diverged", "quantity": "output", "operation": "forward"}]}
+    for listed in (None, expected):
+        (result,) = run_conformance("torch-fsdp2", **asked, runner=Scripted({}), expected_failures=listed).results
+        assert result.verdict is Verdict.NOT_CLAIMED, "no claim was dropped"
+        assert result.explanation == "has no case for world size 3; it needs 4"
 
 
 @pytest.mark.parametrize(
