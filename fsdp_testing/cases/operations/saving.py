@@ -74,7 +74,7 @@ class Save(Operation):
 
     def run(self, program: RankProgram) -> Values:
         state, optimizer, values = saved(program, self)
-        program.save_point = self.form, _copied(state), _copied(optimizer)
+        program.save_point = self.form, copied(state), copied(optimizer)
         return values
 
     def replay(self, replay: Replay) -> Results:
@@ -122,9 +122,9 @@ class Restore(Operation):
         if not self.keeps_gradients:
             program.zero_grad(set_to_none=True)
         # Copied: an implementation may keep loaded tensors as its own memory, and the state may be loaded again.
-        getattr(adapter, f"load_{form}_state_dict")(model, _copied(state))
+        getattr(adapter, f"load_{form}_state_dict")(model, copied(state))
         if optimizer is not None and program.optimizer is not None:
-            load_moments(program, form, _copied(optimizer))
+            load_moments(program, form, copied(optimizer))
 
     def replay(self, replay: Replay) -> None:
         assert replay.save_point is not None, _HAS_SAVED
@@ -137,16 +137,16 @@ class Restore(Operation):
             replay.optimizer.load_state_dict(copy.deepcopy(optimizer))
 
 
-def _copied(state: Any) -> Any:
+def copied(state: Any) -> Any:
     """Return a copy of a saved state; sharded tensors keep their process groups."""
     import torch
 
     if isinstance(state, torch.Tensor):
         return state.detach().clone()
     if isinstance(state, Mapping):
-        return {key: _copied(value) for key, value in state.items()}
+        return {key: copied(value) for key, value in state.items()}
     if type(state) in (list, tuple):
-        return type(state)(map(_copied, state))
+        return type(state)(map(copied, state))
     return copy.deepcopy(state)
 
 

@@ -31,13 +31,14 @@ class Interruption(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Interrupt(Operation):
-    """The user's own code raises on every rank, in a forward or in its backward; then gradients are cleared.
+    """The user's own code raises on every rank, in a forward or in its backward; then gradients are cleared, unless told.
 
     Attributes:
         batch: Inputs; every rank uses the same branches, otherwise the user's own code would make the ranks differ.
         place: The module without children that raises, counted in module order and wrapped around.
         backward: It raises when the gradient of its output is known, instead of before its forward.
         where: In an ordinary `step`, in one inside `no_sync`, or in an open `summon` (then no forward runs at all).
+        keeps_gradients: The user leaves the gradients of earlier micro-batches as they are; only after a forward in a `step`.
     """
 
     kind: ClassVar[str] = "interrupt"
@@ -48,8 +49,13 @@ class Interrupt(Operation):
     place: int = 0
     backward: bool = False
     where: str = "step"
+    keeps_gradients: bool = False
 
     def __post_init__(self) -> None:
+        if self.keeps_gradients and (self.backward or self.where != "step"):
+            raise InvalidRecord(
+                "Interrupt.keeps_gradients: expected False except in a step's forward, got True. Clear them."
+            )
         if self.where not in PLACES:
             raise InvalidRecord(f"Interrupt.where: expected one of {PLACES}, got {self.where!r}. Choose one of them.")
 
@@ -58,7 +64,7 @@ class Interrupt(Operation):
         return Interrupt.needs | self.batch.required() | inside
 
     def pending_after(self, pending: bool) -> bool:
-        return False
+        return pending and self.keeps_gradients
 
     @classmethod
     def draw(cls, drawer: OperationDrawer) -> Interrupt:
@@ -74,6 +80,7 @@ class Interrupt(Operation):
         yield Interrupt(self.batch.plain())
         yield replace(self, place=0)
         yield replace(self, backward=False)
+        yield replace(self, keeps_gradients=False)
 
     def may_stay_unsharded(self, before: frozenset[str], *, frees_early: bool, backward: bool) -> frozenset[str] | None:
         return None  # units gathered when the user's code raises are released when the model next runs
@@ -90,7 +97,8 @@ class Interrupt(Operation):
             raised.clear()
         user_code.expect_nothing_held_back(raised)
         program.adapter.recover(program.model)
-        program.zero_grad(set_to_none=True)
+        if not self.keeps_gradients:
+            program.zero_grad(set_to_none=True)
 
     def _interrupted(self, program: RankProgram, raised: list[Interruption]) -> None:
         if self.where == "summon":
@@ -114,7 +122,8 @@ class Interrupt(Operation):
                 replay.interrupted(rank, self.batch)  # nothing raises if this batch skips the chosen module
             if handle is not None:
                 handle.remove()
-        replay.clear_gradients()
+        if not self.keeps_gradients:
+            replay.clear_gradients()
 
     def _raise_in(self, model: nn.Module, raised: list[Interruption]) -> Any:
         """Make one module of `model` raise, and return the handle that ends it. Wrappers have children: they never count."""

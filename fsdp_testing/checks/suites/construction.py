@@ -43,6 +43,7 @@ _NESTED = {"nested_wrapping"}
 _LINEAR = WrappingPlan(policy=PolicySpec("module_class", classes=("Linear",)))
 _BIG = WrappingPlan(policy=PolicySpec("size", min_numel=100))
 _IGNORING = WrappingPlan(units=("layers.1", "layers.2"), ignored=("layers.0",))
+_ONE_BY_ONE = OptimizerSpec("adamw", {**ADAMW.arguments, "foreach": False})
 _AT_ONCE = OptimizerSpec("sgd", {"lr": 0.05, "momentum": 0.9, "foreach": True})
 
 documented = partial(check, source="https://pytorch.org/docs/stable/fsdp.html")
@@ -131,6 +132,10 @@ CHECKS: tuple[Check, ...] = (
           cases("mlp", micro_batch(0, alike=True), Step(), ZeroGrad(False), Observe(), *iteration(1, alike=True),
                 wrapping=_IGNORING, optimizer=_AT_ONCE),
           source="pytorch issue 183207", needs=_NESTED),
+    *(check(f"wrapping.ignored_{form}", f"Ignored parameters are saved and loaded in {form} form, with their moments.",
+            cases("mlp", *iteration(0, alike=True), Reload(form), Observe(), *iteration(1, alike=True), wrapping=_IGNORING,
+                  optimizer=_ONE_BY_ONE),
+            source="torch.distributed.checkpoint.state_dict", needs=_NESTED) for form in ("full", "sharded")),
     check("options.ignored_by_parameter_whole", "Parameters that are ignored one by one stay whole and keep their own gradients.",
           cases("mlp", micro_batch(0), Observe(), wrapping=replace(_IGNORING, settings=("ignored_by_parameter",))),
           source="torch.distributed.fsdp.FullyShardedDataParallel, ignored_states", needs=_NESTED,
@@ -167,7 +172,8 @@ CHECKS: tuple[Check, ...] = (
 
     documented("construction.rank_0_parameters",
                "Ranks that start with different parameters get rank 0's, including nested units and frozen ones.",
-               _started("deep_nest uneven", sync_module_states=True), _started_frozen(sync_module_states=True)),
+               _started("deep_nest uneven strided", sync_module_states=True),
+               _started_frozen(sync_module_states=True)),
     documented("construction.rank_0_buffers",
                "Ranks that start with different buffers, saved or not and of every dtype, get rank 0's.",
                _started("buffers batch_norm", sync_module_states=True)),

@@ -105,7 +105,7 @@ class NotANumber(RemarkingProgram):
 
 
 class DrawsNothing(RemarkingProgram):
-    """A program after which a micro-batch, a step and clearing are to leave torch's generator as it was."""
+    """A program after which a micro-batch, a step, clearing, saving and loading are to leave torch's generator as it was."""
 
     quantity = "random numbers"
 
@@ -125,6 +125,10 @@ class DrawsNothing(RemarkingProgram):
             "step": lambda: self.adapter.step(self.model, self.optimizer),
             "zero_grad": lambda: self.zero_grad(set_to_none=True),
         }
+        if "full_state_dict" in self.adapter.capabilities:
+            state: dict[str, torch.Tensor] = {}
+            parts["saving"] = lambda: state.update(self.adapter.full_state_dict(self.model))
+            parts["loading"] = lambda: self.adapter.load_full_state_dict(self.model, dict(state))
         for name, part in parts.items():
             before = torch.get_rng_state()
             with self._inside():

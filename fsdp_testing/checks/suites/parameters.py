@@ -117,12 +117,16 @@ FROZEN: tuple[Check, ...] = (
           cases("frozen_bias", *iterations(3), optimizer=ADAMW),
           cases("frozen_bias", *micro_batches(0, 1), Observe(), Step()),
           source="pytorch PR 101982"),
-    *(check(f"frozen.{name}_after_forward", f"A frozen unit that is {name} after a forward computes with its new values.",
+    *(check(f"frozen.{name}_{after}", f"A frozen unit that is {name} after a forward {does}.",
             *(cases("mlp", *before, forward(5, "no_grad"), changes, forward(6, "no_grad"), *iteration(2), optimizer=PLAIN_SGD,
-                    freeze=frozen) for frozen in (_HEAD, _BODY)), source="torch.nn.Parameter.requires_grad", needs=needs)
+                    freeze=frozen, dtype=dtype, precision=precision) for frozen in (_HEAD, _BODY)),
+            source="torch.nn.Parameter.requires_grad", needs=needs, comparison=comparison)
       for name, before, changes, needs in (
         ("edited", iteration(0), EditFullParameters(("*",), 0.5), set()),
-        ("loaded", (*iteration(0), Save(), EditFullParameters(("*",), 0.5)), Restore(), {"full_state_dict"}))),
+        ("loaded", (*iteration(0), Save(), EditFullParameters(("*",), 0.5)), Restore(), {"full_state_dict"}))
+      for after, does, dtype, precision, comparison in (
+        ("after_forward", "computes with its new values", "float64", None, Comparison()),
+        ("in_low_precision", "casts its new values", "float32", MixedPrecisionSpec("bfloat16"), LOCKSTEP))),
     check("frozen.everything", "A model without trainable parameters runs and does not move.",
           cases("mlp", *iterations(2), freeze=("*",)), source="pytorch PR 101982", needs={"all_parameters_frozen"}),
     check("frozen.thawed_later", "A unit frozen at construction and thawed later trains from then on.",
@@ -208,6 +212,10 @@ SIZES: tuple[Check, ...] = (
         ("_in_low_precision", " in low precision", "full", LOCKSTEP,
          {"dtype": "float32", "precision": MixedPrecisionSpec("bfloat16")}),
     )),
+    *(check(f"sizes.zero_dim_{form}", f"0-dimensional parameters are edited, and loaded with their moments in {form} form.",
+            cases("scalars", *iterations(2), Reload(form), Observe(), EditFullParameters(("*",), 0.5), Observe(), *iteration(2),
+                  optimizer=ADAMW),
+            source="torch.nn.Parameter of shape ()") for form in ("full", "sharded")),
     check("sizes.clipped_and_accumulated", "Padding does not count in norms or accumulation.",
           cases("uneven one_element", *accumulated(0, 1), Clip(0.1), Step(), dtype="float32"),
           source="pytorch PR 88769", needs=_UNEVEN, sizes=ODD),

@@ -20,6 +20,7 @@ from fsdp_testing.cases.records import (
     MixedPrecisionSpec,
     Observe,
     Reload,
+    SetLr,
     Step,
     WrappingPlan,
     ZeroGrad,
@@ -28,6 +29,7 @@ from fsdp_testing.checks.suites.check import (
     ADAMW,
     HYBRID,
     LOCKSTEP,
+    ODD,
     PLAIN_SGD,
     TWO_BY_TWO,
     Check,
@@ -42,6 +44,7 @@ from fsdp_testing.checks.suites.check import (
     micro_batches,
     no_sync_batch,
 )
+from fsdp_testing.checks.suites.hooks import AFTER_ACCUMULATION
 from fsdp_testing.checks.suites.options import recomputed
 from fsdp_testing.checks.suites.programs import AFTER_ONE_REPLICA
 from fsdp_testing.checks.suites.watched import GATHERS_LIMITED, STREAMS_OBSERVED, traced
@@ -153,7 +156,12 @@ REAL_MODELS: tuple[Check, ...] = (
 """A GPT block stack with tied embeddings, and a mixture of experts whose experts may get no token."""
 
 hybrid = partial(
-    check, profile="extended", strategies=HYBRID, needs={"hybrid"}, meshes={4: ((2, 2),), 2: ()}, sizes=(4,)
+    check,
+    profile="extended",
+    strategies=HYBRID,
+    needs={"hybrid"},
+    meshes={4: ((2, 2),), 6: ((3, 2), (2, 3)), 2: ()},
+    sizes=(4,),
 )
 
 
@@ -167,7 +175,14 @@ def _combined(wrapping: WrappingPlan, *, alike: bool) -> Iterator[tuple[Case, ..
 
 HYBRID_SHARDING: tuple[Check, ...] = (
     hybrid("hybrid.trained", "Gradients are averaged over shards and replicas.",
-           cases("mlp uneven deep_nest", *iterations(3), optimizer=ADAMW), source="pytorch PR 89915"),
+           cases("mlp uneven deep_nest", *iterations(3), optimizer=ADAMW),
+           cases("partly_used", *iterations(2, usage=((True, False),)), optimizer=PLAIN_SGD), source="pytorch PR 89915"),
+    hybrid("hybrid.written_back", "Every replica keeps edits of full parameters.",
+           cases("mlp uneven", *iteration(0), EditFullParameters(("*",), 0.5), Observe(), *iteration(1)),
+           source="torch.distributed.fsdp.FullyShardedDataParallel.summon_full_params"),
+    hybrid("hybrid.hooks", "A hook that runs after accumulation finds the mean over replicas, too.",
+           cases("mlp uneven", micro_batch(0), Observe(), optimizer=PLAIN_SGD), mode=AFTER_ACCUMULATION,
+           source="torch.Tensor.register_post_accumulate_grad_hook", needs={"hybrid", "accumulation_hooks"}),
     # As in mixed_precision.local_sums: a sum over the replicas in 8 bits loses what the sum before it holds.
     hybrid("hybrid.local_sums", "Sums of low-precision gradients are reduced over replicas too in the dtype of reduction.",
            cases("mlp", LocalMicroBatches(tuple(map(Batch, range(16)))), micro_batch(16), Observe(), Step(), dtype="float32",
@@ -180,7 +195,8 @@ HYBRID_SHARDING: tuple[Check, ...] = (
       for what, model, first, last in (("parameters", "partly_used", (True, False), (False, True)),
                                        ("units", "conditional", (True, False, False), (False, True, True)))),
     *(hybrid(f"hybrid.reloaded_{form}", f"Every replica loads the {form} state of model and optimizer.",
-             cases("mlp uneven", *iterations(2), Reload(form), Observe(), *iterations(2, first=2), optimizer=ADAMW),
+             cases("mlp uneven buffers", *iterations(2), SetLr(0.02), Reload(form), Observe(), *iterations(2, first=2),
+                   optimizer=ADAMW),
              source="torch.distributed.checkpoint.state_dict", needs={"hybrid", "optim_state", f"{form}_state_dict"})
       for form in ("full", "sharded")),
     hybrid("hybrid.shares", "The ranks of a replica hold it together, each its share.", cases("mlp wide"),
@@ -193,8 +209,8 @@ HYBRID_SHARDING: tuple[Check, ...] = (
            source="pytorch PR 125484, 126166", needs={"hybrid", *_EVERY_REDUCED}),
     hybrid("hybrid.degenerate_groups", "Groups of one rank: replicas are still averaged, and shards still gathered.",
            cases("mlp", micro_batch(0), Observe(), Step()),
-           source="pytorch issue 154888", meshes={4: ((4, 1), (1, 4)), 2: ((2, 1), (1, 2))},
-           sizes=TWO_BY_TWO),
+           source="pytorch issue 154888", meshes={4: ((4, 1), (1, 4)), 3: ((3, 1),), 2: ((2, 1), (1, 2))},
+           sizes=(*ODD, 4)),
     hybrid("hybrid.combined", "Gradients are reduced in a separate dtype and clipped, with ignored parameters too.",
            *_combined(WrappingPlan(units=("layers.1", "layers.2"), ignored=("layers.0",)), alike=True),
            *_combined(every_unit("mlp"), alike=False),

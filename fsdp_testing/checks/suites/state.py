@@ -33,7 +33,6 @@ from fsdp_testing.checks.suites.other_worlds import judge_moved
 from fsdp_testing.checks.suites.state_programs import (
     IN_DTENSORS,
     KEEPS_VERSIONS,
-    LOADS_AND_TRAINS,
     OF_ANOTHER_MODEL,
     OF_ANOTHER_RANK,
     REFUSED,
@@ -41,6 +40,7 @@ from fsdp_testing.checks.suites.state_programs import (
     WRONG_IN_SHARDS,
     WRONG_RAW,
     WRONG_STATES,
+    loads_and_trains,
     not_finite,
     through_directory,
 )
@@ -84,6 +84,8 @@ CHECKS: tuple[Check, ...] = (
     saved("full_state_dict.saved_again", "Each save holds the current values, whatever is frozen.",
           *(cases("mlp", Save(), *iteration(0), Save(), Save(), *iteration(1), Save(), Reload(optimizer=False), Observe(),
                   optimizer=PLAIN_SGD, freeze=freeze) for freeze in ((), ("layers.0.*",)))),
+    saved("full_state_dict.saved_after_forward", "A forward before the step changes nothing that is saved after it.",
+          cases("mlp", micro_batch(0), forward(5, "train"), Step(), Save(), Observe(), optimizer=PLAIN_SGD)),
     saved("sharded_state_dict.saved_again", "Loading restores the values that shards held at the second save.",
           *(cases("mlp", Save("sharded"), *iteration(0), *after, Reload("sharded", optimizer=False), Observe(),
                   optimizer=PLAIN_SGD, freeze=freeze)
@@ -99,9 +101,10 @@ CHECKS: tuple[Check, ...] = (
                   micro_batch(2), Observe(), Step(), ZeroGrad(), *iteration(3), optimizer=PLAIN_SGD),
             source="torch.nn.Module.load_state_dict", needs={"full_state_dict", "accumulate_without_no_sync"}, sizes=ODD)
       for form in ("full", "sharded")),
-    saved("full_state_dict.not_aliased", "Training after a load leaves the state that the user passed as it is.",
-          cases("mlp buffers", *iteration(0), optimizer=PLAIN_SGD), source="torch.nn.Module.load_state_dict",
-          needs={"full_state_dict"}, mode=LOADS_AND_TRAINS, sizes=ODD),
+    *(saved(f"{form}_state_dict.not_aliased", "Training after a load leaves the state that the user passed as it is.",
+            cases("mlp buffers", *iteration(0), optimizer=PLAIN_SGD), source="torch.nn.Module.load_state_dict",
+            needs={"full_state_dict", f"{form}_state_dict"}, mode=loads_and_trains(form), sizes=ODD)
+      for form in ("full", "sharded")),
     saved("full_state_dict.buffers", "Buffers are saved and loaded with the parameters, in their dtypes.",
           _model("full", "buffers"), source="pytorch issue 93391"),
     saved("full_state_dict.module_versions", "Modules convert states of an older version of theirs, and those alone.",

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fsdp_testing.adapters.adapter import Adapter
+from fsdp_testing.cases.operations.saving import copied
 from fsdp_testing.cases.records import Batch, Case, RankObservation
 from fsdp_testing.checks.suites.programs import Remark, RemarkedObservation, review_remarks
 from fsdp_testing.judging.case_runner import RunMode
@@ -128,22 +129,28 @@ class LoadsAndTrains(RemarkingProgram):
     """A program that loads a state, trains on, and looks at the state that it passed."""
 
     quantity = "state that was loaded"
+    form = "full"
 
     def statements(self) -> Iterator[str]:
         """Yield the names whose values training has changed. Collectives: those of saving, loading and training."""
+        save, load = (getattr(self.adapter, f"{verb}{self.form}_state_dict") for verb in ("", "load_"))
         with self._inside():
-            saved = dict(self.adapter.full_state_dict(self.model))
-        passed, kept = ({name: tensor.detach().clone() for name, tensor in saved.items()} for _ in range(2))
+            state = save(self.model)
+        passed, kept = copied(state), copied(state)
         with self._inside():
-            self.adapter.load_full_state_dict(self.model, passed)
+            load(self.model, passed)
             self.backward(self.call(Batch(11)).loss)
             self.adapter.step(self.model, self.optimizer)
-        changed = [name for name in kept if not torch.equal(passed[name], kept[name])]
+        changed = [
+            name for name in kept if not all(map(torch.equal, *(_values(each[name]) for each in (passed, kept))))
+        ]
         if changed:
             yield f"is changed by later training: {', '.join(changed)}. Copy what is loaded"
 
 
-LOADS_AND_TRAINS = RunMode(rank_jobs.run_as, (LoadsAndTrains, {}), review=review_remarks)
+def loads_and_trains(form: str) -> RunMode:
+    """Return the mode for a case that loads its state in a form, and looks at that state after another step."""
+    return RunMode(rank_jobs.run_as, (LoadsAndTrains, {"form": form}), review=review_remarks)
 
 
 class LabelledProgram(RemarkingProgram):
@@ -269,6 +276,10 @@ def _pieces(part: Any) -> list[tuple[Any, torch.Tensor]]:
     # torch's older ShardedTensor knows the place of each shard; other tensors are whole.
     shards = getattr(part, "local_shards", None)
     return [(..., part)] if shards is None else [(_place(shard.metadata), shard.tensor) for shard in shards()]
+
+
+def _values(part: Any) -> list[torch.Tensor]:
+    return [piece for _, piece in _pieces(part)]
 
 
 def _place(metadata: Any) -> tuple[slice, ...]:

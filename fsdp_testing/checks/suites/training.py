@@ -153,6 +153,7 @@ ACCUMULATION: tuple[Check, ...] = (
     check("accumulation.no_sync_then_reduced", "Local micro-batches and a reduced one give the gradient of all of them.",
           cases("mlp deep_nest uneven", *accumulated(0, 1, 2), Step(), ZeroGrad(),
                 *accumulated(3, 4), Observe(), Step(), optimizer=ADAMW),
+          cases("mlp", *accumulated(*range(9)), Observe(), Step(), optimizer=PLAIN_SGD),
           source="pytorch PR 90546", sizes=ODD),
     check("accumulation.without_no_sync", "Reduced micro-batches add up.",
           cases("mlp deep_nest uneven", *micro_batches(0, 1, 2), Step(), ZeroGrad(),

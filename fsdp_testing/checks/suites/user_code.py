@@ -37,6 +37,7 @@ from fsdp_testing.checks.suites.check import (
     iteration,
     iterations,
     micro_batch,
+    no_sync_batch,
 )
 from fsdp_testing.checks.suites.one_pass import OF_ONE_PASS
 from fsdp_testing.checks.suites.programs import (
@@ -82,6 +83,11 @@ EXCEPTIONS: tuple[Check, ...] = (
     interrupted("exceptions.in_backward",
                 "After an exception in a backward and zero_grad, training continues as if neither had happened.",
                 _in_a_pass(backward=True)),
+    interrupted("exceptions.beside_gradients", "An exception in a forward takes nothing from the gradients before it.",
+                *(cases("mlp", before, Interrupt(Batch(9), at, keeps_gradients=True), *after, Observe(), Step(),
+                        forward(5, "no_grad"), wrapping=wrapping, optimizer=PLAIN_SGD)
+                  for before, after in ((micro_batch(0), ()), (no_sync_batch(0), (micro_batch(1),)))
+                  for at, wrapping in ((1, None), (0, every_unit("mlp", forward_prefetch=True))))),
     check("exceptions.in_no_sync", "An exception inside no_sync ends it: the next iteration reduces.",
           *(cases("mlp", *iteration(0), _raised(9, 1, backward=backward, where="no_sync"), *iteration(1, Observe()),
                   *accumulated(2, 3), Step()) for backward in (False, True)),

@@ -326,7 +326,7 @@ class UsedByTheReplica(HybridToy):
             super().store(fqn, gradient)
 
 
-@fault("full_state_dict.not_aliased")
+@kind(MoreAdapter, "full_state_dict.not_aliased sharded_state_dict.not_aliased")
 class LoadingAliases(MoreToy):
     """Training writes into what was loaded."""
 
@@ -334,6 +334,10 @@ class LoadingAliases(MoreToy):
 
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
         super().load(state)
+        self.loaded = state
+
+    def load_shards(self, state: Mapping[str, torch.Tensor]) -> None:
+        super().load_shards(state)
         self.loaded = state
 
     def finish_backward(self) -> None:
