@@ -136,8 +136,6 @@ def campaigned(plan: Plan, console: Output, *, scripts: bool = True) -> Campaign
         findings = _Findings(display)
         display.stage("starting ranks, then running cases")
         campaign = Campaign(plan, default_pool(), findings.progress, findings.found)
-        for message in campaign.damaged:
-            console.say(f"left out: {message}")
         try:
             tally = campaign.run()
         except (KeyboardInterrupt, PoolBroken) as end:
@@ -216,7 +214,7 @@ class _Findings:
         self.folders.append(folder)
         console.say(("" if discovery.confirmed else "(once, not again alone) ") + discovery.sentence())
         again = shlex.join(["fsdp-verify", "replay", str((folder / "finding.json").resolve())])
-        console.say(f"  {folder}; run it again, from anywhere: {again}")
+        console.say(f"  {folder}; run it again: {again}")
 
 
 def _try_scripts(console: Output, folders: list[Path]) -> None:

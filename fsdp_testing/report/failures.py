@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
 
 from fsdp_testing.base.documentation import text_of
@@ -162,7 +164,10 @@ def entry(result: CheckResult, *, unfolded: bool = False) -> Fold:
     """The entry that you paste into the list of expected failures, if the failure is known."""
     # With tensor parallelism a separate table of the implementation applies (`cli.run.expectations`).
     beside = any(finding.case.world.tensor_parallel > 1 for finding in result.findings)
-    table = result.implementation + ".tensor_parallel" * beside
+    name = result.implementation
+    # Only letters, digits, `_` and `-` stand in TOML without quotes: MODULE:ATTRIBUTE has others.
+    name = name if re.fullmatch(r"[\w-]+", name, re.ASCII) else json.dumps(name)
+    table = name + ".tensor_parallel" * beside
     title = f"To expect this failure, add to --expected-failures under [{table}]:"
     return Fold(title, (Listing(entry_line(result.check, result.findings), whole=True),), unfolded=unfolded)
 

@@ -74,7 +74,7 @@ def merge_campaigns(parts: Iterable[Path], into: Path) -> MergedCampaign:
     # Read everything before writing anything.
     copies: list[tuple[str, list[tuple[str, str]]]] = []
     for path in map(Path, ordered):
-        for folder in findings_in(path):
+        for folder in findings_in(path, states[str(path)].found):
             file = folder / "finding.json"
             discovery = Discovery.from_json(read_text(file, "a finding", _WHOLE), str(file))
             key = discovery.key if discovery.confirmed else ("unconfirmed", discovery.signature)
@@ -84,7 +84,9 @@ def merge_campaigns(parts: Iterable[Path], into: Path) -> MergedCampaign:
             discoveries[key] = discovery
             copies.append((f"found/{folder.name}", _texts(folder)))
         copies.append(("unjudged", _texts(path / "unjudged")))
-    whole = joined(list(ordered.values()))
+    whole = replace(
+        joined(list(ordered.values())), found=tuple(Path(name).name for name, _ in copies if name != "unjudged")
+    )
     for folder_name, files in copies:
         write_files(into / folder_name, files)
     write_state(into / STATE_FILE, whole)

@@ -79,6 +79,7 @@ class State:
         not_investigated: Cases that failed like others, and were not investigated.
         suspects: Numbers of cases that failed, or whose variant failed, and that were not yet investigated when the run ended.
         suspect_variants: How many failed variants were not yet investigated.
+        found: Names of its findings, each a folder beside it.
         listed: How many cases the whole search has, all parts together; 0 if open-ended.
         turns: In which run the example of each known failure ran last, the first run being 0.
         runs: Runs so far.
@@ -94,6 +95,7 @@ class State:
     not_investigated: int = 0
     suspects: tuple[int, ...] = field(default=(), metadata=ADDED_LATER)
     suspect_variants: int = field(default=0, metadata=ADDED_LATER)
+    found: tuple[str, ...] = field(default=(), metadata=ADDED_LATER)
     listed: int = field(default=0, metadata=ADDED_LATER)
     turns: Mapping[str, int] = field(default_factory=dict)
     runs: int = 0
@@ -182,10 +184,16 @@ def held(directory: Path) -> Iterator[None]:
     """Lock a state directory against other processes. Without the lock the last writer wins, and verdicts of the other are lost.
 
     Raises:
-        InvalidArgument: Another process uses it.
+        InvalidArgument: Another process uses it, or it cannot be written.
     """
-    directory.mkdir(parents=True, exist_ok=True)
-    with (directory / LOCK_FILE).open("a") as lock:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        opened = (directory / LOCK_FILE).open("a")
+    except OSError as error:
+        raise InvalidArgument(
+            f"--state {directory}: expected a directory that can be made and written, got {error}. Name another."
+        ) from error
+    with opened as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

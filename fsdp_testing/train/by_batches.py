@@ -200,17 +200,36 @@ def final_verdict(pair: Pair, why: Failed, other_rows: OtherRows | None) -> Fail
     return why if other_rows is None or before else other_rows
 
 
-def with_scaled_losses(pair: Pair) -> Pair:
+def with_scaled_losses(pair: Pair, alone: WholeRun) -> Pair:
     """Return the world beside one process whose losses count as those of a rank; the pair itself where they do.
 
     A script that takes micro-batches of a fixed number of rows makes more of them from the rows of all ranks. If it divides
-    each loss by the constant number that a rank makes, the losses of one process have to be divided by the number of ranks.
+    each loss by the constant number that a rank makes, the losses of one process have to be divided by the number of ranks. So
+    they have if it divides sums over its rows by the number of rows that a batch has in a world of any size.
     """
     micro_batches = more_micro_batches(pair)
-    if micro_batches is None or micro_batches[0] != micro_batches[1] * pair.run.size:
-        return pair
-    is_constant = _alike([sum(pair.reference.ranks[0].steps[0].losses)], [sum(_losses_of_each(pair))])
+    there = [loss for rank in pair.run.ranks for loss in rank.steps[0].losses]
+    together = sum(pair.reference.ranks[0].steps[0].losses)
+    if micro_batches is None:
+        by_rows = divided_by_rows(pair, alone) and _alike([together], [sum(there)])
+        is_constant = bool(by_rows) and _alike(_losses_of_each(pair), there)
+    else:
+        more = micro_batches[0] == micro_batches[1] * pair.run.size
+        is_constant = more and _alike([together], [sum(_losses_of_each(pair))])
     return pair.beside(replace(pair.feed, scale=1 / pair.run.size)) if is_constant else pair
+
+
+def divided_by_rows(pair: Pair, alone: WholeRun) -> int:
+    """Return by which number of rows each loss is divided, the same on each rank and for one process on its own; 0 if none."""
+    rows = {
+        len(forward)
+        for world in (pair.run, alone)
+        for rank in world.ranks
+        for seen in rank.steps
+        for forward in seen.rows
+    }
+    by = rows.pop() if len(rows) == 1 else 0
+    return by if by > 1 and all(seen.evidence.divided_by(by) for seen in pair.run.seen) else 0
 
 
 def more_micro_batches(pair: Pair) -> tuple[int, int] | None:

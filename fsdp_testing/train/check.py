@@ -16,6 +16,7 @@ from fsdp_testing.train import causes
 from fsdp_testing.train.by_batches import (
     OtherRows,
     decided_by_batches,
+    divided_by_rows,
     final_verdict,
     more_micro_batches,
     same_data,
@@ -173,7 +174,7 @@ def _judge_with_rows(runner: Runner, runs: dict[int, WholeRun], size: int) -> Ju
     start = ""
     try:
         pair, start = _with_same_start(pair)
-        pair = with_scaled_losses(pair)
+        pair = with_scaled_losses(pair, alone)
         compared = _compared(pair)
     except Failed as why:
         itself = Pair(runner, alone, run, Feed())
@@ -185,16 +186,23 @@ def _judge_with_rows(runner: Runner, runs: dict[int, WholeRun], size: int) -> Ju
         raise other_rows
     if odd := taken_elsewhere(alone, taken) or prepared_apart(alone, loaded) or outdated_in_use(run):
         raise Undecided(f"trains as {pair.other} does, but {odd}")
-    if pair.feed.scale != 1.0 and (counts := more_micro_batches(pair)):
-        here, there = counts
-        start += (
-            f". It makes {here} micro-batches where a rank makes {there} and divides by {there}, so each of its losses was "
-            f"divided by {run.size} more"
-        )
+    if pair.feed.scale != 1.0:
+        start += _scaled(pair, alone)
     shares = () if how == _SHARED else unknown_shares(alone, loaded)
     lines = compared.lines + shares + not_stepped(run) + not_compared(run, accept)
     sentence = f"{run.steps} steps match those of one process {how}{start}"
     return Judgement(size, Verdict.PASS, sentence, lines, compared.unknown, steps=run.steps)
+
+
+def _scaled(pair: Pair, alone: WholeRun) -> str:
+    """Return why the losses of one process were divided by the number of ranks."""
+    counts = more_micro_batches(pair)
+    if counts:
+        says = f"It makes {counts[0]} micro-batches where a rank makes {counts[1]} and divides by {counts[1]}"
+    else:
+        rows = divided_by_rows(pair, alone)
+        says = f"It divides sums over its rows by {rows}, the rows of a rank's batch"
+    return f". {says}, so each of its losses was divided by {pair.run.size} more"
 
 
 def _compared(pair: Pair) -> Compared:

@@ -333,7 +333,7 @@ def copies_left_out(reference: WholeRun, run: WholeRun) -> list[str]:
         rank = assembled([rank.beside.get(name, ()) for rank in run.ranks])[1]
         if rank is not None:
             sentences.append(
-                f"the buffer {name!r}, which no model has: rank {rank} has other numbers than an earlier rank"
+                f"the buffer {name!r} outside of the trained model: rank {rank} has other numbers than an earlier rank"
             )
     for name, rank in outdated_copies(run).items():
         sentences.append(f"{name!r} of rank {rank}, which has other numbers than that of another rank")

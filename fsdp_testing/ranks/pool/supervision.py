@@ -29,6 +29,7 @@ GRACE_SECONDS = 0.5
 _LATE_SECONDS = 5.0
 _IDLE_SECONDS = 0.25
 _POLL_SECONDS = 0.1
+_LONGEST_WAIT = 86_400.0  # seconds; epoll takes no more than 24 days, and deadlines are looked at again after each wait
 _LOOK_SECONDS = 0.02
 _STACK_SECONDS = 0.8
 _QUIET_LOOKS = 20  # 10 ms apart; a busy machine stops a rank between any two lines of its stack
@@ -209,7 +210,7 @@ class Supervision:
         limits = [limit - now for limit in (stop_at, deadline) if limit is not None]
         if some_ended:
             limits.append(_POLL_SECONDS)
-        for key, _ in selector.select(max(0.0, min(limits)) if limits else None):
+        for key, _ in selector.select(max(0.0, min(*limits, _LONGEST_WAIT)) if limits else None):
             watch: _RankWatch = key.data
             if key.fileobj is not watch.process.channel:
                 # The rank's last messages are still in the channel, and a report outranks the exit status (`_ending`).

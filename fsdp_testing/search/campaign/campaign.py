@@ -13,7 +13,6 @@ from fsdp_testing.base.document import read_text
 from fsdp_testing.cases.drawing import CaseDrawer, SeededChoices, needs_of_case
 from fsdp_testing.cases.records import Case, Verdict, opening
 from fsdp_testing.checks.findings.discovery import Discovery
-from fsdp_testing.errors import InvalidRecord
 from fsdp_testing.judging.batch import Watch
 from fsdp_testing.judging.case_runner import CaseRunner, JudgedCase
 from fsdp_testing.judging.known import KnownFailures, Rule, joined
@@ -41,6 +40,7 @@ from fsdp_testing.search.state import (
     write_state,
 )
 
+_RESTORE = "Restore it, or begin again with another --state."
 _KEPT_UNJUDGED = 3
 _REASON_LENGTH = 300
 
@@ -96,7 +96,6 @@ class Campaign:
         self._suspects: list[tuple[QueuedCase | None, JudgedCase]] = []
         self._not_looked_at: Counter[tuple[int | None, int | None]] = Counter()
         self._watch_models = True
-        self.damaged: list[str] = []
         self.tally = CampaignTally(resumed=len(self._before.unfinished))
         self._earlier: set[str] = set()
         self._causes = Causes(joined([self._found_earlier(), plan.known]))
@@ -127,15 +126,15 @@ class Campaign:
         return replace(fresh, verdicts=former, turns=state.turns, runs=state.runs, seconds=state.seconds)
 
     def _found_earlier(self) -> KnownFailures:
-        """Findings of earlier runs are known now: if met again, they are counted and not reported."""
+        """Findings of earlier runs are known now: if met again, they are counted and not reported.
+
+        Raises:
+            InvalidRecord: One is damaged or gone: without it the campaign would end as if it had found nothing.
+        """
         rules = []
-        for folder in findings_in(self._plan.state):
+        for folder in findings_in(self._plan.state, self._before.found):
             file = folder / "finding.json"
-            try:
-                earlier = Discovery.from_json(read_text(file, "a finding", "Remove the folder."), str(file))
-            except InvalidRecord as error:
-                self.damaged.append(str(error))
-                continue
+            earlier = Discovery.from_json(read_text(file, "a finding", _RESTORE), str(file))
             if earlier.confirmed:
                 rules.append(earlier.rule())
                 self._earlier.add(earlier.name)
@@ -204,6 +203,7 @@ class Campaign:
                 not_investigated=before.not_investigated + tally.not_investigated,
                 suspects=tuple(sorted(suspects)),
                 suspect_variants=sum(count for (number, _), count in pending.items() if number is None),
+                found=tuple(folder.name for folder in findings_in(self._plan.state)),
                 listed=len(self._plan.listed),
                 turns=self._turns,
                 runs=before.runs + 1,

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from fsdp_testing.checks.findings.discovery import Discovery
 from fsdp_testing.checks.findings.script import script_for
+from fsdp_testing.errors import InvalidRecord
 from fsdp_testing.judging.tags import tokens
 from fsdp_testing.report.files import write_atomically
 
@@ -20,9 +21,19 @@ SCRIPT = "reproduce.py"
 _SCRIPT_SECONDS = 180
 
 
-def findings_in(folder: Path) -> list[Path]:
-    """Return the folders of a campaign's findings."""
-    return sorted(path for path in (folder / "found").glob("*") if path.is_dir())
+def findings_in(folder: Path, expected: Collection[str] = ()) -> list[Path]:
+    """Return the folders of a campaign's findings.
+
+    Raises:
+        InvalidRecord: One is gone of those that its state names: it would look as if nothing had been found.
+    """
+    folders = sorted(path for path in (folder / "found").glob("*") if path.is_dir())
+    if gone := sorted({*expected} - {path.name for path in folders}):
+        raise InvalidRecord(
+            f"{folder / STATE_FILE}: expected its findings in {folder / 'found'}, got none named {', '.join(gone)}. "
+            "Restore them, or begin again with another --state."
+        )
+    return folders
 
 
 def write_files(folder: Path, files: Iterable[tuple[str, str]]) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,9 @@ from fsdp_testing.cases.records import (
     WorldSpec,
 )
 from fsdp_testing.checks.findings.discovery import Discovery
+from fsdp_testing.errors import InvalidRecord
 from fsdp_testing.judging.signature import Signature
-from fsdp_testing.search.state import Reason, State, write_state
+from fsdp_testing.search.state import Reason, State, read_state, write_state
 
 Verify = Callable[..., Any]
 
@@ -133,7 +136,8 @@ def test_a_finding_whose_other_files_are_no_text(tmp_path: Path, verify: Verify)
     assert str(first) in ended.err
 
 
-def test_a_damaged_finding_of_an_earlier_campaign_is_left_out(tmp_path: Path) -> None:
+@pytest.mark.parametrize("damage", ["damaged", "gone"])
+def test_a_campaign_is_not_resumed_without_its_findings(damage: str, tmp_path: Path) -> None:
     from fsdp_testing.adapters import registry
     from fsdp_testing.cases.drawing import Scope
     from fsdp_testing.ranks.pool import Pool
@@ -142,9 +146,14 @@ def test_a_damaged_finding_of_an_earlier_campaign_is_left_out(tmp_path: Path) ->
     adapter = registry.load("fsdp_ref-composable")
     folder = with_finding(tmp_path / "whole", b"\xff\xfe")
     plan = Plan(implementation=adapter, scope=Scope(adapter.claimed(1)), state=folder)
-    (message,) = Campaign(plan, Pool(), lambda _: None, lambda *_: None).damaged
-    assert "finding.json" in message
-    assert "UTF-8" in message
+    if damage == "gone":
+        state = read_state(folder / "state.json")
+        write_state(folder / "state.json", replace(state, subject=plan.subject, found=("one",)))
+        shutil.rmtree(folder / "found")
+    with pytest.raises(
+        InvalidRecord, match=r"got none named .*Restore" if damage == "gone" else r"finding\.json.*UTF-8"
+    ):
+        Campaign(plan, Pool(), lambda _: None, lambda *_: None)
 
 
 @pytest.mark.parametrize("shard", [(1, 10**9), (10**9, 10**9), (3, 2), (0, 2), (-1, -5)])

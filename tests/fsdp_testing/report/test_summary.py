@@ -207,9 +207,16 @@ def test_every_verdict_has_words() -> None:
         assert set(table) == set(Verdict)
 
 
-@pytest.mark.parametrize(("parts", "table"), [(1, "[one]"), (2, "[one.tensor_parallel]")])
-def test_an_entry_is_for_the_table_that_counts(make: SimpleNamespace, parts: int, table: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "parts", "table"),
+    [
+        ("one", 1, "[one]"),
+        ("one", 2, "[one.tensor_parallel]"),
+        ("my.module:ONE", 2, '["my.module:ONE".tensor_parallel]'),
+    ],
+)
+def test_an_entry_is_for_the_table_that_counts(make: SimpleNamespace, name: str, parts: int, table: str) -> None:
     finding = make.diverged()
     case = replace(finding.case, world=replace(finding.case.world, tensor_parallel=parts))
-    failed = make.result("one", "a.b", Verdict.FAIL, findings=(replace(finding, case=case),))
+    failed = make.result(name, "a.b", Verdict.FAIL, findings=(replace(finding, case=case),))
     assert failures.entry(failed).title.endswith(f"under {table}:")

@@ -138,3 +138,13 @@ def test_a_directory_is_one_processes_at_a_time(tmp_path: Path) -> None:
     with held(tmp_path / "."):
         assert other().startswith("InvalidArgument --state")
     assert other() == "held"
+
+
+def test_a_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "a"
+    file.touch()
+    with (
+        pytest.raises(InvalidArgument, match="expected a directory that can be made and written, got .*File exists"),
+        held(file),
+    ):
+        pass

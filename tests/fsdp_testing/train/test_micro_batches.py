@@ -38,9 +38,27 @@ def test_losses_that_are_divided_by_the_true_number_are_compared_as_they_are():
     assert "micro-batches where" not in str(report)
 
 
+def test_sums_over_rows_that_are_divided_by_a_constant_batch_size_count_as_a_rank_takes_them():
+    report = judge("--whole", "--divide", "rows", sizes=(2, 3))
+    assert report.verdict is Verdict.PASS, str(report)
+    assert (
+        "It divides sums over its rows by 4, the rows of a rank's batch, so each of its losses was divided by 3"
+        in str(report)
+    )
+    report = judge("--whole", "--divide", "length")
+    assert report.verdict is Verdict.PASS, str(report)
+    assert "sums over its rows" not in str(report)
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
+        (("--whole", "--divide", "never"), "gradients are divided by the number of ranks once too often"),
+        (("--whole", "--divide", "rows", "--mistake", "world size"), "1/4 of the right values"),
+        (
+            ("--whole", "--divide", "length", "--mistake", "world size"),
+            "gradients are divided by the number of ranks once too",
+        ),
         (("--divide", "never"), "the loss is not divided by the number of accumulation steps"),
         (("--mistake", "world size"), "gradients are divided by the number of ranks once too often"),
         (("--mistake", "world size", "--divide", "length"), r"losses at step 0 are 0\.5 times those of one process"),

@@ -49,5 +49,5 @@ def test_buffers_of_other_modules_that_differ_between_ranks_are_named_as_not_com
     world = SimpleNamespace(ranks=ranks, own=(), disagreements=(), quantities={})
     (sentence,) = copies_left_out(run(), world)
     assert sentence == (
-        "the buffer 'tracker.0.running_mean', which no model has: rank 1 has other numbers than an earlier rank"
+        "the buffer 'tracker.0.running_mean' outside of the trained model: rank 1 has other numbers than an earlier rank"
     )

@@ -10,9 +10,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 arguments = argparse.ArgumentParser()
-arguments.add_argument("--divide", default="loss", choices=("loss", "length", "gradients", "never"))
+arguments.add_argument("--divide", default="loss", choices=("loss", "length", "gradients", "rows", "never"))
 arguments.add_argument("--batch", type=int, default=4)
 arguments.add_argument("--one-backward", action="store_true", help="of the sum of the losses")
+arguments.add_argument("--whole", action="store_true", help="no micro-batches; the loss is a sum over rows")
 arguments.add_argument("--slices", action="store_true", help="takes two micro-batches, however many rows there are")
 arguments.add_argument("--mistake", default="none", choices=("none", "world size", "no_sync", "layer"))
 options = arguments.parse_args()
@@ -25,14 +26,19 @@ model = DistributedDataParallel(nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Lin
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 loader = DataLoader(data, batch_size=options.batch, sampler=DistributedSampler(data))
 logged = []
+factor = dist.get_world_size() if options.mistake == "world size" else 1
 for inputs, targets in loader:
     total, kept = 0.0, []
-    for number, start in enumerate(range(0, ROWS * PASSES if options.slices else len(inputs), ROWS), 1):
+    if options.whole:
+        loss = nn.functional.mse_loss(model(inputs), targets, reduction="sum")
+        (loss / {"rows": options.batch, "length": len(inputs)}.get(options.divide, 1) / factor).backward()
+    parts = 0 if options.whole else ROWS * PASSES if options.slices else len(inputs)
+    for number, start in enumerate(range(0, parts, ROWS), 1):
         rows = slice(start, start + ROWS)
         early = number >= PASSES if options.mistake == "no_sync" else number % PASSES
         with model.no_sync() if early and not options.one_backward else nullcontext():
             loss = nn.functional.mse_loss(model(inputs[rows]), targets[rows])
-            loss = loss / (dist.get_world_size() if options.mistake == "world size" else 1)
+            loss = loss / factor
             if options.one_backward:
                 kept.append(loss)
             else:

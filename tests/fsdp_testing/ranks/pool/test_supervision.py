@@ -204,6 +204,14 @@ def test_a_rank_that_still_computes_gives_its_own_account(pool: Pool, monkeypatc
     assert [rank.fate for rank in endless.ranks] == [S, A], endless.describe()
 
 
+def test_a_deadline_beyond_what_epoll_can_wait_for(pool: Pool) -> None:
+    assert [rank.value for rank in run(pool, _rank, timeout=1e18).ranks] == [0, 1]
+
+
+def _rank() -> int:
+    return dist.get_rank()
+
+
 def test_all_tracebacks_are_kept(pool: Pool) -> None:
     said = run(pool, raise_differently).describe()
     assert "KeyError: 'left'" in said
