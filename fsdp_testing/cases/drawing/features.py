@@ -176,7 +176,10 @@ class Scope:
 
     def not_claimed(self) -> dict[str, frozenset[str]]:
         """Return the features that cannot be drawn, each with the capabilities that are not claimed."""
-        return {name: needs - self.capabilities for name, needs in FEATURES.items() if not needs <= self.capabilities}
+        # Any tree has parameters of sizes that the number of ranks may not divide.
+        of_trees = {name: {"uneven_parameters"} if name.startswith("tree.") else set() for name in FEATURES}
+        lacking = {name: (needs | of_trees[name]) - self.capabilities for name, needs in FEATURES.items()}
+        return {name: needs for name, needs in lacking.items() if needs}
 
 
 @dataclass(frozen=True, slots=True)

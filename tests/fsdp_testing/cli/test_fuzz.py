@@ -70,7 +70,7 @@ def test_a_fault_is_found_shrunk_told_replayed_and_not_told_twice(tmp_path: Path
     case = json.loads((folder / "case.json").read_text())
     assert [operation["kind"] for operation in case["program"]] == ["forward_backward", "clip"]
     assert "clip" in (folder / "README.md").read_text()
-    (again,) = re.findall(r"run it again, from anywhere: fsdp-verify (.*)", capsys.readouterr().out)
+    (again,) = re.findall(r"run it again: fsdp-verify (.*)", capsys.readouterr().out)
     assert main(shlex.split(again)) == 1
     said = " ".join(capsys.readouterr().out.split())
     assert f"on {WRONG}: fails" in said

@@ -11,6 +11,7 @@ from fsdp_testing.adapters import registry
 from fsdp_testing.cases.drawing import FEATURES, CaseDrawer, Scope, SeededChoices, cases, legal_case, needs_of_case
 from fsdp_testing.cases.operations import OPERATIONS
 from fsdp_testing.cases.records import (
+    CAPABILITIES,
     Batch,
     Case,
     Clip,
@@ -153,3 +154,10 @@ def test_modules_that_are_one_unit_together_need_what_their_parameters_together_
     for options, is_mixed in (((), False), (("grouped_units",), True)):
         case = Case(model, WorldSpec(2), (), wrapping=WrappingPlan(("a", "b"), settings=options))
         assert ("mixed_dtype_units" in needs_of_case(case)) is is_mixed
+
+
+def test_no_tree_is_drawn_without_uneven_sizes_and_all_features_of_trees_are_told():
+    lacking = Scope(frozenset(CAPABILITIES) - {"uneven_parameters"}).not_claimed()
+    assert {name for name in FEATURES if name.startswith("tree.")} == {*lacking}
+    assert lacking["tree.conv"] == {"uneven_parameters"}
+    assert Scope(frozenset(CAPABILITIES)).not_claimed() == {}
