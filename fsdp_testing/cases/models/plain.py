@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fsdp_testing.cases.models.model import LARGE, Family, Inputs, Wired, chain, float_input, layers, tokens
-from fsdp_testing.cases.models.tree_layers import TreeLinear
+from fsdp_testing.cases.models.tree_layers import TreeDropout, TreeLinear
 
 ZOO = Family()
 _THREE = ("layers.0", "layers.1", "layers.2")
@@ -245,6 +245,13 @@ def block_twice() -> nn.Module:
     """A unit inside a module that runs twice in one forward."""
     block = chain("inner last", inner=square(7), last=square(7))
     return chain("block between block", block=block, between=square(7))
+
+
+@ZOO.model("dropped_out", float_input(7), ("first", "last"), "uneven")
+def dropped_out() -> nn.Module:
+    """Elements that are dropped at random, inside of units and between them."""
+    units = [chain("linear dropout", linear=square(7), dropout=TreeDropout(7)) for _ in range(2)]
+    return chain("first between last", first=units[0], between=TreeDropout(7), last=units[1])
 
 
 @ZOO.model("self_conditioned", float_input(7), ("again", "last"), "reused_module uneven", "reused_modules")

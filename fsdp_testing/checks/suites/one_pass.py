@@ -82,26 +82,33 @@ class Recomputes(RemarkingProgram):
 
 
 class NotANumber(RemarkingProgram):
-    """A program after which a micro-batch runs whose inputs are NaN on the last rank."""
+    """A program after which a micro-batch runs whose inputs are NaN on the last rank, also in `no_sync` before a sound one."""
 
     quantity = "gradients"
 
     def statements(self) -> Iterator[str]:
         """Yield how many elements of the gradients are no NaN, or missing; a mean with NaN is NaN."""
-        self.zero_grad(set_to_none=True)
-        batch = Batch(11)
+        for local in (False, True) if "no_sync" in self.adapter.capabilities else (False,):
+            self.zero_grad(set_to_none=True)
+            with self._inside(), self.adapter.no_sync(self.model) if local else nullcontext():
+                self._micro_batch(Batch(11), poisoned=self.rank == self.case.world.size - 1)
+            if local:
+                with self._inside():
+                    self._micro_batch(Batch(12), poisoned=False)
+            for fqn, pieces in self.adapter.local_pieces(self.model).items():
+                held = sum(piece.stop - piece.start for piece in pieces)
+                nans = sum(int(piece.grad.isnan().sum()) for piece in pieces if piece.grad is not None)
+                if nans < held:
+                    poisoned = "the inputs of one rank are NaN" + ", in a local micro-batch" * local
+                    yield f"{poisoned}, and {held - nans} elements of the mean gradient of {fqn} are not"
+            self.zero_grad(set_to_none=True)
+
+    def _micro_batch(self, batch: Batch, *, poisoned: bool) -> None:
         inputs = models.make_inputs(self.case, batch, self.rank)
-        if self.rank == self.case.world.size - 1:
+        if poisoned:
             args = models.map_tensors(lambda tensor: torch.full_like(tensor, torch.nan), inputs.args)
             inputs = models.Inputs(args, inputs.kwargs)
-        with self._inside():
-            self.backward(models.forward(self.model, self.case, batch, self.rank, inputs).loss)
-        for fqn, pieces in self.adapter.local_pieces(self.model).items():
-            held = sum(piece.stop - piece.start for piece in pieces)
-            nans = sum(int(piece.grad.isnan().sum()) for piece in pieces if piece.grad is not None)
-            if nans < held:
-                yield f"the inputs of one rank are NaN, and {held - nans} elements of the mean gradient of {fqn} are not"
-        self.zero_grad(set_to_none=True)
+        self.backward(models.forward(self.model, self.case, batch, self.rank, inputs).loss)
 
 
 class DrawsNothing(RemarkingProgram):

@@ -78,6 +78,12 @@ RECOMPUTATION: tuple[Check, ...] = (
         ("reentrant_around", "Reentrant recomputation around units gives the bits of a plain run.",
          "mlp", True, True, "pytorch PR 89781, 87413; fairscale PR 780"),
     )),
+    check("activation_checkpointing.dropout", "The second forward drops the elements that the first has dropped.",
+          *(cases("dropped_out", *iterations(2), wrapping=recomputed("dropped_out", outside=outside), optimizer=PLAIN_SGD)
+            for outside in (False, True)), source="torch.utils.checkpoint, preserve_rng_state"),
+    check("activation_checkpointing.of_inputs", "Inputs of a module that recomputes get their gradients.",
+          *(cases("mlp", UnusualBackward(Batch(0), "of_inputs"), Observe(), wrapping=recomputed("mlp", outside=outside))
+            for outside in (False, True)), source="torch.autograd.backward"),
     check("activation_checkpointing.nested",
           "Recomputation inside recomputation, or of a part of a unit, trains as in one process.",
           *(cases("deep_nest", *iterations(2), wrapping=plan) for plan in (

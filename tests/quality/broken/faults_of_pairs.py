@@ -147,3 +147,28 @@ class ForgetsGradients(MoreToy):
             for shard in self.shards.values():
                 shard.grad = None
             raise
+
+
+@kind(MoreAdapter, "activation_checkpointing.dropout")
+class DropsOthers(MoreToy):
+    """The second forward of a module draws other random numbers than the first."""
+
+    def __init__(self, module: nn.Module, setup: Any) -> None:
+        super().__init__(module, setup)
+        for name, part in module.named_modules():
+            if setup.checkpointed and name.endswith("linear"):
+                part.register_forward_pre_hook(self.draw)
+
+    def draw(self, *_: Any) -> None:
+        self.second = not getattr(self, "second", True)
+        torch.rand(3 if self.second else 0)
+
+
+@kind(MoreAdapter, "activation_checkpointing.of_inputs")
+class InputsDetached(MoreToy):
+    """A model that recomputes passes no gradient to its inputs."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.setup.checkpointed:
+            args = tuple(value.detach() if isinstance(value, torch.Tensor) else value for value in args)
+        return super().forward(*args, **kwargs)
