@@ -14,7 +14,18 @@ from torch import nn
 
 from fsdp_testing.cases.operations import Restore, Save, TrainElsewhere
 from fsdp_testing.cases.operations.reloading import ELSEWHERE
-from fsdp_testing.cases.records import Batch, Case, Observe, OptimizerSpec, Reload, SetLr, Step, WrappingPlan
+from fsdp_testing.cases.records import (
+    Batch,
+    Case,
+    Freeze,
+    Observe,
+    OptimizerSpec,
+    Reload,
+    SetLr,
+    Step,
+    Thaw,
+    WrappingPlan,
+)
 from fsdp_testing.checks.suites.check import (
     ADAMW,
     LOCKSTEP,
@@ -356,6 +367,9 @@ CHECKS: tuple[Check, ...] = (
           source="torch.optim.SGD without momentum"),
     saved("optim_state.repeatedly", "Saving and loading after every step does not change training.",
           cases("mlp", *iteration(0), Reload(), *iteration(1), Reload(), micro_batch(2), Step(), forward(3), optimizer=ADAMW)),
+    saved("optim_state.frozen_later", "Parameters that were frozen since they were stepped keep their state when it is saved.",
+          cases("mlp", *iteration(0), Freeze(("layers.0.*",)), Save(optimizer=True), *iteration(1), Restore(), Observe(),
+                Thaw(("*",)), *iteration(2), optimizer=ADAMW), source="torch.optim.Optimizer.state_dict"),
     saved("optim_state.frozen_parameters", "Frozen parameters have no optimizer state, and loading gives them none.",
           cases("frozen_body", *iterations(2), Reload(), Observe(), *iteration(2), optimizer=ADAMW),
           source="pytorch PR 76671"),

@@ -28,6 +28,7 @@ from fsdp_testing.checks.suites.check import (
     iteration,
     iterations,
     micro_batch,
+    no_sync_batch,
 )
 from fsdp_testing.checks.suites.other_worlds import judge_moved
 from fsdp_testing.checks.suites.state_programs import (
@@ -99,6 +100,8 @@ CHECKS: tuple[Check, ...] = (
     *(saved(f"{form}_state_dict.beside_gradients", "Loading leaves gradients as they are, and later ones are added to them.",
             cases("mlp uneven", *iteration(0), Save(form), micro_batch(1), Restore(keeps_gradients=True), Observe(),
                   micro_batch(2), Observe(), Step(), ZeroGrad(), *iteration(3), optimizer=PLAIN_SGD),
+            cases("mlp", *iteration(0), Save(form), no_sync_batch(1), Restore(keeps_gradients=True), micro_batch(2), Observe(),
+                  Step(), optimizer=PLAIN_SGD),
             source="torch.nn.Module.load_state_dict", needs={"full_state_dict", "accumulate_without_no_sync"}, sizes=ODD)
       for form in ("full", "sharded")),
     *(saved(f"{form}_state_dict.not_aliased", "Training after a load leaves the state that the user passed as it is.",

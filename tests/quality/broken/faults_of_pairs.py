@@ -172,3 +172,13 @@ class InputsDetached(MoreToy):
         if self.setup.checkpointed:
             args = tuple(value.detach() if isinstance(value, torch.Tensor) else value for value in args)
         return super().forward(*args, **kwargs)
+
+
+@kind(MoreAdapter, "optim_state.frozen_later")
+class FrozenNotSaved(MoreToy):
+    """The state of a parameter that is frozen by then is not saved."""
+
+    def saved_optimizer(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        saved = super().saved_optimizer(optimizer)
+        kept = {fqn: entries for fqn, entries in saved["state"].items() if self.shards[fqn].requires_grad}
+        return {**saved, "state": kept}
