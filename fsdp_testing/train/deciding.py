@@ -19,7 +19,7 @@ from fsdp_testing.train.conventions import MEASURED
 from fsdp_testing.train.idle import idle_lines, nothing_trained
 from fsdp_testing.train.pair import Pair, fail
 from fsdp_testing.train.quantities import LOSS, Kind, Quantities, Quantity
-from fsdp_testing.train.report import compared_lines
+from fsdp_testing.train.report import KINDS, compared_lines
 from fsdp_testing.train.running import Failed, Undecided
 from fsdp_testing.train.whole import WholeRun, copies_left_out, initial, means_of_weights, outdated_in_use, with_ends
 
@@ -103,7 +103,7 @@ def _decide(pair: Pair) -> Compared:
     )
     left = chosen.left_out(losses=start.losses_are_equal)
     apart = [odd.kind for odd in run.disagreements]
-    left += [f"{kind.value.strip()}: each rank has its own, though parameters agree" for kind in apart]
+    left += [f"{KINDS.get(kind, kind.value.strip())}: each rank has its own, though parameters agree" for kind in apart]
     left += copies_left_out(reference, run)
     # A variable may hold gradients by the same names, each rank's own.
     means = means_of_weights(reference)

@@ -334,7 +334,7 @@ def _ending(outcome: WorldOutcome, *, works: bool = False) -> Exception:
             "Exception` where a bare `except:` takes what ends it after these steps.",
             output,
         )
-    sentence = f"did not end well: {outcome.cause}.{where}"
+    sentence = f"did not end well: {str(outcome.cause).rstrip('.')}.{where}"
     if not several:
         return Undecided(sentence, output)
     return Failed(sentence, output=output)
