@@ -112,9 +112,10 @@ class NotANumber(RemarkingProgram):
 
 
 class DrawsNothing(RemarkingProgram):
-    """A program after which a micro-batch, a step, clearing, saving and loading are to leave torch's generator as it was."""
+    """A program after which a micro-batch, a step and clearing leave torch's generator as it was; or saving and loading."""
 
     quantity = "random numbers"
+    saves = False
 
     def statements(self) -> Iterator[str]:
         """Yield what drew numbers: the model, which is computed whole elsewhere, would drop out others than one process."""
@@ -132,10 +133,12 @@ class DrawsNothing(RemarkingProgram):
             "step": lambda: self.adapter.step(self.model, self.optimizer),
             "zero_grad": lambda: self.zero_grad(set_to_none=True),
         }
-        if "full_state_dict" in self.adapter.capabilities:
+        if self.saves:
             state: dict[str, torch.Tensor] = {}
-            parts["saving"] = lambda: state.update(self.adapter.full_state_dict(self.model))
-            parts["loading"] = lambda: self.adapter.load_full_state_dict(self.model, dict(state))
+            parts = {
+                "saving": lambda: state.update(self.adapter.full_state_dict(self.model)),
+                "loading": lambda: self.adapter.load_full_state_dict(self.model, dict(state)),
+            }
         for name, part in parts.items():
             before = torch.get_rng_state()
             with self._inside():
@@ -194,6 +197,9 @@ OF_ONE_PASS: tuple[Check, ...] = (
     check("training.random_numbers", "Training draws no random numbers but those of the model.",
           cases("mlp uneven", *iteration(0), optimizer=PLAIN_SGD), source="torch.nn.Dropout: masks of a seed",
           mode=RunMode(rank_jobs.run_as, (DrawsNothing, {}), review=review_remarks)),
+    check("full_state_dict.random_numbers", "Saving and loading draw no random numbers.",
+          cases("mlp uneven", *iteration(0), optimizer=PLAIN_SGD), source="torch.nn.Dropout: masks of a seed",
+          needs={"full_state_dict"}, mode=RunMode(rank_jobs.run_as, (DrawsNothing, {"saves": True}), review=review_remarks)),
     check("training.two_models", "Two models get the mean gradients of one backward through both, and each by itself.",
           cases("mlp uneven"), source="adversarial training, distillation: two sharded models in one graph",
           needs={"several_models"}, mode=RunMode(rank_jobs.run_as, (TwoModels, {}), review=review_remarks), sizes=ODD,

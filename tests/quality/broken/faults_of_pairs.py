@@ -55,10 +55,10 @@ def moments_in_bfloat16(original: Any, loading: Any) -> dict[Any, dict[str, Any]
 
 
 class CountsSome(Toy):
-    """Leaves gradients out of the norm."""
+    """Leaves gradients out of the norm; by itself none."""
 
     def counted(self) -> set[str]:
-        raise NotImplementedError
+        return {*self.shards}
 
     def total_norm(self, norm_type: float) -> torch.Tensor:
         with self.others_hidden(self.counted()):
@@ -182,3 +182,12 @@ class FrozenNotSaved(MoreToy):
         saved = super().saved_optimizer(optimizer)
         kept = {fqn: entries for fqn, entries in saved["state"].items() if self.shards[fqn].requires_grad}
         return {**saved, "state": kept}
+
+
+@kind(MoreAdapter, "full_state_dict.random_numbers")
+class LoadingDraws(MoreToy):
+    """Loading fills what it loads into with random numbers first."""
+
+    def load(self, state: Mapping[str, torch.Tensor]) -> None:
+        torch.rand(1)
+        super().load(state)
