@@ -157,12 +157,16 @@ class RankProgram:
             penalised: Add the squared gradient by the inputs to the loss.
             leaves: A list to which inputs that get gradients are added.
         """
-        inputs = models.make_inputs(self.case, batch, self.rank)
+        inputs = self._inputs_of(batch)
         model = getattr(self.model, "module", self.model) if inner else self.model
         with self._inside():
             if penalised:
                 return models.penalised(model, self.case, batch, self.rank, inputs)
             return models.forward(model, self.case, batch, self.rank, inputs, leaves)
+
+    def inputs_of(self, batch: Any) -> models.Inputs:
+        """Return this rank's inputs."""
+        return models.make_inputs(self.case, batch, self.rank)
 
     def plain_part(self, name: str) -> nn.Module:
         """Return a part of the model as it was before wrapping, built anew."""

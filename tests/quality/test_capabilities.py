@@ -33,6 +33,7 @@ BESIDE_CASES = {
     "loss_scaling": "whoever runs a case multiplies its losses; no case says so",
     "compiled": "whoever runs a case compiles its model; no case says so",
     "module_versions": "whoever runs a case exchanges its state with a plain model after it; no case says so",
+    "extra_state": "whoever runs a case changes it and loads the state after it; no case says so",
     "strict_state": "whoever runs a case loads states that do not fit after it; no case says so",
     "reordered_optimizer": "whoever runs a case gives the parameters to later optimizers in another order; no case says so",
     "several_models": "whoever runs a case makes a second model; no case says so",

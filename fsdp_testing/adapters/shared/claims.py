@@ -24,6 +24,7 @@ EVERYWHERE = frozenset(
         "optimizer_pieces",
         "full_state_dict",
         "module_versions",
+        "extra_state",
         "optim_state",
         "sub_groups",
         "activation_checkpointing",

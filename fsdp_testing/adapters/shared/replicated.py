@@ -18,7 +18,7 @@ from fsdp_testing.errors import InvalidArgument
 def full_state_dict(model: nn.Module) -> Mapping[str, torch.Tensor]:
     """Return the unwrapped module's `state_dict`, by original names. Collectives: none."""
     state = naming.unwrapped(model).state_dict()
-    result = OrderedDict((naming.original(fqn), tensor.detach().clone()) for fqn, tensor in state.items())
+    result = OrderedDict((naming.original(fqn), copy.deepcopy(value)) for fqn, value in state.items())
     return with_versions(result, state, naming.original)
 
 
@@ -77,7 +77,8 @@ def load_full_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer
     kept = {fqn: group for group in state["param_groups"] for fqn in group["params"]}
     for group in optimizer.param_groups:
         for parameter in group["params"][:1]:
-            group.update({**kept[names[parameter]], "params": group["params"]})
+            settings = {key: value for key, value in kept[names[parameter]].items() if key != "params"}
+            group.update(copy.deepcopy(settings))
 
 
 METHODS: Mapping[str, Any] = {

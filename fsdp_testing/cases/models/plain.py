@@ -93,6 +93,27 @@ def versioned() -> nn.Module:
     )
 
 
+class Scaled(nn.Linear):
+    """A layer times a factor that is neither parameter nor buffer, as the scales of layers that compute in 8 bits."""
+
+    factor = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.factor
+
+    def get_extra_state(self) -> dict[str, float]:
+        return {"factor": self.factor}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.factor = state["factor"]
+
+
+@ZOO.model("extra_state", float_input(7), ("block", "block.inner"), "uneven")
+def extra_state() -> nn.Module:
+    """Layers that save more than parameters and buffers."""
+    return chain("block last", block=chain("inner last", inner=Scaled(7, 7), last=Scaled(7, 7)), last=Scaled(7, 3))
+
+
 @ZOO.model("deep_nest", float_input(6), ("inner", "inner.inner", "inner.inner.inner"), "nested")
 def deep_nest(depth: int = 4) -> nn.Module:
     """Four modules inside each other, weights on every level."""
@@ -181,14 +202,15 @@ def embedding() -> nn.Module:
 
 
 @ZOO.model("two_dtypes", float_input(6), ("wide", "narrow"), "mixed_dtypes", finish=_narrow)
-def two_dtypes() -> nn.Module:
-    """Units of different dtypes in one model."""
+def two_dtypes(*, narrow_first: bool = False) -> nn.Module:
+    """Units of different dtypes in one model, in either order."""
 
     def flow(m: Any, x: torch.Tensor) -> Any:
         x = torch.tanh(m.wide(x))
         return m.narrow(x.to(m.narrow.weight.dtype)).to(x.dtype)
 
-    return Wired(flow, wide=square(6), narrow=square(6))
+    units = {name: square(6) for name in (("narrow", "wide") if narrow_first else ("wide", "narrow"))}
+    return Wired(flow, **units)
 
 
 @ZOO.model("inner_modules", float_input(8), ("body", "head", "gain"))

@@ -97,6 +97,7 @@ CAPABILITIES: dict[str, str] = {
     "unit_alone": "a unit may be called directly before the model is",
     "units_after_forward": "units that the model's forward left out may be called after it, with backwards of their own",
     "module_versions": "whole state names the versions of modules, and modules convert that of older versions alone",
+    "extra_state": "whole state includes what modules return from `get_extra_state`",
     "full_state_dict": "the model's whole state can be saved and loaded",
     "sharded_state_dict": "the model's state can be saved and loaded in shards",
     "local_state_dict": "each rank's raw shards can be saved and loaded",

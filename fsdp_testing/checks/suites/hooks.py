@@ -19,7 +19,7 @@ from fsdp_testing.adapters.adapter import Adapter, Setup
 from fsdp_testing.cases.records import UNIT_ROUNDOFF, Case, MixedPrecisionSpec, RankObservation
 from fsdp_testing.checks.suites.programs import Remark, RemarkedObservation, review_remarks, scaled
 from fsdp_testing.judging.case_runner import RunMode
-from fsdp_testing.oracle import models, rank_jobs
+from fsdp_testing.oracle import models, optimizers, rank_jobs
 from fsdp_testing.oracle.execute import RankProgram
 from fsdp_testing.oracle.kept_groups import data_group
 from fsdp_testing.ranks.pool.world import current_world
@@ -238,7 +238,11 @@ class ParameterHooksProgram(RankProgram):
                 continue
             for index in backwards:
                 calls = self.given.get((index, fqn), [])
-                if len(calls) > 1:
+                if self.case.program[index].pending_after(False):
+                    # Gradients stay local: an implementation shows them, or leaves the hook for the reduction.
+                    if None in calls:
+                        yield index, f"{fqn} was called without a gradient, in no_sync"
+                elif len(calls) > 1:
                     yield index, f"{fqn} was called {len(calls)} times"
                 elif not calls or calls[0] is None:
                     yield index, f"{fqn} {'found no gradient' if calls else 'was not called'}"
@@ -328,6 +332,25 @@ class ZeroingProgram(RankProgram):
         return model
 
 
+class StepsInBackward(RankProgram):
+    """A program whose hooks step and clear each parameter as soon as its gradient is there, with an optimizer of its own.
+
+    What the case steps and clears later has no gradient left.
+    """
+
+    def _model_of(self, case: Case, flags: Mapping[str, bool]) -> nn.Module:
+        model = super()._model_of(case, flags)
+        for _, parameter in self.adapter.named_parameters(model):
+            optimizer = optimizers.build_optimizer(case, [parameter])
+            parameter.register_post_accumulate_grad_hook(partial(_step, optimizer))
+        return model
+
+
+def _step(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
+    optimizer.step()
+    parameter.grad = None
+
+
 class EarlyHooksProgram(RankProgram):
     """A program whose parameters have hooks before they are wrapped, as those have that a module's `__init__` registers."""
 
@@ -362,3 +385,4 @@ EARLY, EARLY_AFTER_ACCUMULATION = (
 
 ZEROED = scaled(0.0, job=rank_jobs.run_as, arguments=(ZeroingProgram, {}), besides="a hook on each parameter")
 AFTER_ACCUMULATION = RunMode(rank_jobs.run_as, (ParameterHooksProgram, {"accumulated": True}), review=review_remarks)
+STEPS_IN_BACKWARD = RunMode(rank_jobs.run_as, (StepsInBackward, {}))

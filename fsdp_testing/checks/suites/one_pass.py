@@ -6,18 +6,21 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import count
+from typing import Any
 
 import torch
 from torch import nn
 
 from fsdp_testing.adapters.adapter import Adapter
 from fsdp_testing.adapters.protocol import Setup
-from fsdp_testing.cases.records import UNIT_ROUNDOFF, Batch, Case
+from fsdp_testing.cases.records import UNIT_ROUNDOFF, Batch, Case, Interrupt
 from fsdp_testing.checks.suites.check import ODD, PLAIN_SGD, Check, cases, check, iteration, no_sync_batch
 from fsdp_testing.checks.suites.programs import review_remarks
 from fsdp_testing.checks.suites.state_programs import RemarkingProgram
 from fsdp_testing.judging.case_runner import RunMode
 from fsdp_testing.oracle import models, rank_jobs
+from fsdp_testing.oracle.execute import RankProgram
 from fsdp_testing.ranks.ledger.interception import listen
 from fsdp_testing.ranks.ledger.records import Call, GroupIdentity
 
@@ -26,6 +29,8 @@ class StaysLocal(RemarkingProgram):
     """A program after which a micro-batch runs in no_sync, while its collectives are counted."""
 
     quantity = "no_sync"
+    caught = False
+    """Whether the user's own code raises in a forward before, in the same no_sync, and goes on."""
 
     def statements(self) -> Iterator[str]:
         """Yield what it sent; wholly right numbers may hide it, since sums of means are means of sums."""
@@ -38,11 +43,18 @@ class StaysLocal(RemarkingProgram):
 
         batch = Batch(11)
         inputs = models.make_inputs(self.case, batch, self.rank)
-        for where in ("in no_sync", "after an inner no_sync ended, in the outer one"):
+        after_inner = "after an inner no_sync ended, in the outer one"
+        interrupts = {
+            "after an exception in a forward in no_sync": Interrupt(Batch(9), 1, keeps_gradients=True),
+            "after an exception in a backward in no_sync": Interrupt(Batch(9), 1, backward=True),
+        }
+        for where in interrupts if self.caught else ("in no_sync", after_inner):
             sent.clear()
             with self._inside(), self.adapter.no_sync(self.model):
-                with nullcontext() if where == "in no_sync" else self.adapter.no_sync(self.model):
+                with self.adapter.no_sync(self.model) if where == after_inner else nullcontext():
                     pass
+                if self.caught:
+                    interrupts[where].run(self)
                 loss = models.forward(self.model, self.case, batch, self.rank, inputs).loss
                 with listen(note):  # forward may gather by sums
                     self.backward(loss)
@@ -109,6 +121,44 @@ class NotANumber(RemarkingProgram):
             args = models.map_tensors(lambda tensor: torch.full_like(tensor, torch.nan), inputs.args)
             inputs = models.Inputs(args, inputs.kwargs)
         self.backward(models.forward(self.model, self.case, batch, self.rank, inputs).loss)
+
+
+class KeepsGradients(RemarkingProgram):
+    """A program after which gradients are cleared to None while a user keeps them, and another micro-batch runs."""
+
+    quantity = "gradients that a user kept"
+
+    def statements(self) -> Iterator[str]:
+        """Yield the parameters whose kept gradients have other numbers after it."""
+        self.zero_grad(set_to_none=True)
+        with self._inside():
+            self.backward(self.call(Batch(11)).loss)
+        held = [(fqn, piece.grad) for fqn, pieces in self.adapter.local_pieces(self.model).items() for piece in pieces]
+        kept = [(fqn, grad, grad.clone()) for fqn, grad in held if grad is not None]
+        self.zero_grad(set_to_none=True)
+        with self._inside():
+            self.backward(self.call(Batch(12)).loss)
+        changed = [fqn for fqn, grad, before in kept if not torch.equal(grad, before)]
+        if changed:
+            yield f"have other numbers after zero_grad(set_to_none=True) and the next backward: {', '.join(changed)}"
+
+
+class OneInputBuffer(RankProgram):
+    """A program that copies all its inputs into the same tensors, as a loader into pinned memory does."""
+
+    def __init__(self, case: Case, adapter: Adapter, rank: int) -> None:
+        super().__init__(case, adapter, rank)
+        self.buffers: dict[tuple[int, torch.Size, torch.dtype], torch.Tensor] = {}
+
+    def inputs_of(self, batch: Any) -> models.Inputs:
+        """Return this rank's inputs."""
+        inputs, number = super()._inputs_of(batch), count()
+
+        def put(tensor: torch.Tensor) -> torch.Tensor:
+            buffer = self.buffers.setdefault((next(number), tensor.shape, tensor.dtype), torch.empty_like(tensor))
+            return buffer.copy_(tensor)
+
+        return models.Inputs(*models.map_tensors(put, (inputs.args, dict(inputs.kwargs))))
 
 
 class DrawsNothing(RemarkingProgram):
@@ -187,6 +237,7 @@ class TwoModels(RemarkingProgram):
                     yield f"{where}: expected the mean gradient of {fqn} over ranks, got {what} (bound {bound:.3g})"
 
 
+ONE_INPUT_BUFFER = RunMode(rank_jobs.run_as, (OneInputBuffer, {}))
 RECOMPUTES = RunMode(rank_jobs.run_as, (Recomputes, {}), review=review_remarks)
 
 
@@ -200,6 +251,9 @@ OF_ONE_PASS: tuple[Check, ...] = (
     check("full_state_dict.random_numbers", "Saving and loading draw no random numbers.",
           cases("mlp uneven", *iteration(0), optimizer=PLAIN_SGD), source="torch.nn.Dropout: masks of a seed",
           needs={"full_state_dict"}, mode=RunMode(rank_jobs.run_as, (DrawsNothing, {"saves": True}), review=review_remarks)),
+    check("zero_grad.kept_gradients", "Gradients that a user keeps while they are cleared to None stay as they are.",
+          cases("mlp uneven", *iteration(0), optimizer=PLAIN_SGD), source="torch.nn.Module.zero_grad, set_to_none",
+          mode=RunMode(rank_jobs.run_as, (KeepsGradients, {}), review=review_remarks), of_pieces=True),
     check("training.two_models", "Two models get the mean gradients of one backward through both, and each by itself.",
           cases("mlp uneven"), source="adversarial training, distillation: two sharded models in one graph",
           needs={"several_models"}, mode=RunMode(rank_jobs.run_as, (TwoModels, {}), review=review_remarks), sizes=ODD,

@@ -37,9 +37,10 @@ from fsdp_testing.checks.suites.check import (
     no_sync_batch,
 )
 from fsdp_testing.checks.suites.hooks import AVERAGING, QUARTERING, REVIEWED, compressed_to
+from fsdp_testing.checks.suites.loading_programs import KEEPS_VERSIONS
 from fsdp_testing.checks.suites.one_pass import RECOMPUTES
 from fsdp_testing.checks.suites.programs import OFFLOADED_ACTIVATIONS, PARTLY_OPTIMIZED, scaled
-from fsdp_testing.checks.suites.state_programs import KEEPS_VERSIONS, OF_ANOTHER_RANK, REFUSED, WRONG_STATES
+from fsdp_testing.checks.suites.state_programs import OF_ANOTHER_RANK, REFUSED, WRONG_STATES
 from fsdp_testing.oracle.quantities import Comparison
 
 

@@ -117,6 +117,10 @@ FROZEN: tuple[Check, ...] = (
           cases("frozen_bias", *iterations(3), optimizer=ADAMW),
           cases("frozen_bias", *micro_batches(0, 1), Observe(), Step()),
           source="pytorch PR 101982"),
+    check("frozen.weights_alone", "Units whose biases alone train compute with stepped biases, after forwards between, too.",
+          cases("mlp uneven", micro_batch(0), forward(5, "no_grad"), Step(), forward(6, "no_grad"), ZeroGrad(), *iteration(1),
+                forward(7, "eval"), freeze=("*.weight",), optimizer=PLAIN_SGD),
+          source="pytorch PR 101982", needs={"frozen_mixed_unit"}),
     *(check(f"frozen.{name}_{after}", f"A frozen unit that is {name} after a forward {does}.",
             *(cases("mlp", *before, forward(5, "no_grad"), changes, forward(6, "no_grad"), *iteration(2), optimizer=PLAIN_SGD,
                     freeze=frozen, dtype=dtype, precision=precision) for frozen in (_HEAD, _BODY)),
@@ -200,8 +204,8 @@ SIZES: tuple[Check, ...] = (
             for plan in (None, WrappingPlan())),
           source="pytorch issue 154082", needs={"mixed_dtype_units"}, sizes=ODD),
     check("sizes.two_dtypes_in_lockstep", "A gradient is reduced in its own dtype, whatever others of the unit have.",
-          *(cases("two_dtypes", *iteration(0), *accumulated(1, 2), Observe(), Step(), wrapping=plan)
-            for plan in (None, WrappingPlan())),
+          *(cases("two_dtypes", *iteration(0), *accumulated(1, 2), Observe(), Step(), wrapping=plan, arguments=arguments)
+            for plan, arguments in ((None, {}), (WrappingPlan(), {}), (WrappingPlan(), {"narrow_first": True}))),
           source="pytorch issue 154082", needs={"mixed_dtype_units"}, comparison=LOCKSTEP),
     *(check(f"sizes.integers{of}", f"Parameters of whole numbers stay as they are{what}, and others train beside them.",
             cases("quantized", *iterations(2), forward(5), Reload(form), *iteration(2), **options),

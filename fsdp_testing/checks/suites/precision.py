@@ -41,6 +41,7 @@ from fsdp_testing.checks.suites.check import (
     iterations,
     micro_batch,
     micro_batches,
+    no_sync_batch,
 )
 from fsdp_testing.checks.suites.hooks import (
     ADDED_IN_BACKWARD,
@@ -48,9 +49,12 @@ from fsdp_testing.checks.suites.hooks import (
     EARLY,
     EARLY_AFTER_ACCUMULATION,
     OWN_GRADIENT,
+    STEPS_IN_BACKWARD,
     ZEROED,
 )
+from fsdp_testing.checks.suites.one_pass import ONE_INPUT_BUFFER
 from fsdp_testing.checks.suites.programs import poisoned
+from fsdp_testing.oracle.quantities import Comparison
 
 _LOW, _BOTH = MixedPrecisionSpec("bfloat16"), MixedPrecisionSpec("bfloat16", "float32")
 
@@ -121,6 +125,10 @@ MIXED_PRECISION: tuple[Check, ...] = (
     lowered("mixed_precision.every_input", "The root casts every floating-point input, the second one too.",
             stored_in_float32("two_inputs", *iterations(2), forward(5, "eval"), optimizer=PLAIN_SGD, precision=_LOW),
             source="torch.distributed.fsdp.MixedPrecision, cast_root_forward_inputs"),
+    lowered("mixed_precision.inputs_in_one_buffer", "Inputs that are copied into the same tensors are cast each time.",
+            stored_in_float32("mlp two_inputs", forward(5, "no_grad"), forward(6, "no_grad"), *iterations(2), forward(7),
+                              optimizer=PLAIN_SGD, precision=_LOW),
+            source="torch.distributed.fsdp.MixedPrecision, cast_root_forward_inputs", mode=ONE_INPUT_BUFFER),
     lowered("mixed_precision.of_inputs", "Inputs that are cast get their gradients, keyword inputs too.",
             *(stored_in_float32(model, UnusualBackward(Batch(0), "of_inputs"), Observe(), Step(), optimizer=PLAIN_SGD,
                                 precision=_LOW) for model in ("mlp", "two_inputs", "keywords")),
@@ -305,6 +313,14 @@ PARAMETER_HOOKS: tuple[Check, ...] = (
           _UNSTEPPED, cases("mlp", *micro_batches(0, 1), Observe(), optimizer=PLAIN_SGD),
           source="torch.Tensor.register_post_accumulate_grad_hook; torchrec PR 4268",
           needs={"accumulation_hooks", "accumulate_without_no_sync"}, mode=AFTER_ACCUMULATION),
+    check("parameter_hooks.in_no_sync", "A hook that runs after accumulation is not called without a gradient in no_sync.",
+          cases("mlp uneven", no_sync_batch(0), micro_batch(1), Observe(), optimizer=PLAIN_SGD),
+          source="torch.Tensor.register_post_accumulate_grad_hook", needs={"accumulation_hooks"}, mode=AFTER_ACCUMULATION),
+    # The optimizer of the case has no state: it only ever finds parameters without gradients.
+    check("parameter_hooks.steps_in_backward", "Hooks may step and clear each parameter in backward, one optimizer for each.",
+          *(cases("mlp uneven", *iterations(3), forward(5), optimizer=optimizer) for optimizer in (PLAIN_SGD, ADAMW)),
+          source="torch.Tensor.register_post_accumulate_grad_hook", needs={"accumulation_hooks"}, mode=STEPS_IN_BACKWARD,
+          comparison=Comparison(optimizer=False)),
     *(check(f"parameter_hooks.{name}", f"A hook that {changes}, registered before wrapping, runs in every backward.",
             cases("mlp uneven", *iterations(2), micro_batch(2), Observe(), optimizer=ADAMW),
             source=source, needs={"early_hooks"}, mode=mode, sizes=ODD) for name, changes, source, mode in (

@@ -14,17 +14,16 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from fsdp_testing.adapters.adapter import Adapter
 from fsdp_testing.cases.operations.saving import copied
 from fsdp_testing.cases.records import Batch, Case, RankObservation
 from fsdp_testing.checks.suites.programs import Remark, RemarkedObservation, review_remarks
 from fsdp_testing.judging.case_runner import RunMode
-from fsdp_testing.oracle import models, rank_jobs
+from fsdp_testing.oracle import rank_jobs
 from fsdp_testing.oracle.execute import RankProgram
 from fsdp_testing.oracle.ways import refusals_as_errors, shared_directory
-from fsdp_testing.ranks.pool.world import current_world
 
 State = dict[str, torch.Tensor]
 
@@ -309,60 +308,6 @@ class ThroughDirectory(RemarkingProgram):
                     yield f"{fqn} differs after the {self.form} state went through a directory"
 
 
-class InDTensors(RemarkingProgram):
-    """Loads the full state as another library may give it: each value a DTensor over all ranks."""
-
-    def statements(self) -> Iterator[str]:
-        """Yield the values that differ; nothing if the state is refused."""
-        adapter = self.adapter
-        with self._inside():
-            whole = {fqn: value.detach().clone() for fqn, value in adapter.full_state_dict(self.model).items()}
-            adapter.finish(self.model)
-            self.rebuild({})
-            mesh = current_world().mesh
-            state: Any = {fqn: distribute_tensor(value, mesh, [Shard(0)]) for fqn, value in whole.items()}
-            try:
-                adapter.load_full_state_dict(self.model, state)
-            except Exception:  # noqa: BLE001 - whatever it raises, it refuses
-                return
-            after = adapter.full_state_dict(self.model)
-        for fqn, value in whole.items():
-            if not same_values(after.get(fqn), value):
-                yield f"{fqn} has other values than the DTensor that was loaded, and nothing was refused"
-
-
-class KeepsVersions(RemarkingProgram):
-    """Exchanges whole states with plain models whose modules convert what an older version of theirs saved."""
-
-    def statements(self) -> Iterator[str]:
-        """Yield the values that were converted although they are new, or not although they are old."""
-        adapter, plain, other = self.adapter, self.plain_part(""), models.build_model(replace(self.case, seed=99))
-        with self._inside():
-            saved = adapter.full_state_dict(self.model)
-        own = {fqn: value.detach().cpu().clone() for fqn, value in saved.items()}
-        plain.load_state_dict(saved)
-        yield from self._odd(plain.state_dict(), own, "a plain model loads from the saved state")
-        other.load_state_dict(own)  # whose versions are unknown, hence old
-        converted = {fqn: value.clone() for fqn, value in other.state_dict().items()}
-        for what, state, due in (
-            ("the model loads from a plain model's state", plain.state_dict(), dict(plain.state_dict())),
-            ("the model loads from the state of an older version", dict(own), converted),
-        ):
-            with self._inside():
-                adapter.load_full_state_dict(self.model, state)
-                loaded = {fqn: value.detach().cpu() for fqn, value in adapter.full_state_dict(self.model).items()}
-            yield from self._odd(loaded, due, what)
-
-    @staticmethod
-    def _odd(got: Mapping[str, Any], due: Mapping[str, Any], what: str) -> Iterator[str]:
-        for fqn, value in due.items():
-            if not same_values(got.get(fqn), value):
-                factor = next((f for f in (2.0, 0.5) if fqn in got and same_values(got[fqn], value * f)), None)
-                yield f"{fqn} has other values once {what}" + (
-                    f": they are {factor:g} times as large" if factor else ""
-                )
-
-
 def not_finite(form: str) -> RunMode:
     """Return the mode for a case whose parameters are saved in a form while they are not finite."""
     return RunMode(rank_jobs.run_as, (NotFinite, {"form": form}), review=review_remarks)
@@ -374,6 +319,4 @@ def through_directory(form: str) -> RunMode:
 
 
 SHARDS_PLACED = RunMode(rank_jobs.run_as, (ShardsPlaced, {}), review=review_remarks)
-KEEPS_VERSIONS = RunMode(rank_jobs.run_as, (KeepsVersions, {}), review=review_remarks)
-IN_DTENSORS = RunMode(rank_jobs.run_as, (InDTensors, {}), review=review_remarks)
 REFUSED = RunMode(rank_jobs.run_as, (RefusingProgram, {}), review=review_remarks)

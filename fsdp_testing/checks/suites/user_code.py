@@ -39,7 +39,7 @@ from fsdp_testing.checks.suites.check import (
     micro_batch,
     no_sync_batch,
 )
-from fsdp_testing.checks.suites.one_pass import OF_ONE_PASS
+from fsdp_testing.checks.suites.one_pass import OF_ONE_PASS, StaysLocal
 from fsdp_testing.checks.suites.programs import (
     ALONE,
     COPY,
@@ -92,6 +92,9 @@ EXCEPTIONS: tuple[Check, ...] = (
           *(cases("mlp", *iteration(0), _raised(9, 1, backward=backward, where="no_sync"), *iteration(1, Observe()),
                   *accumulated(2, 3), Step()) for backward in (False, True)),
           source="contextlib: the exit runs on every way out"),
+    interrupted("exceptions.caught_in_no_sync", "After an exception that is caught inside no_sync, later gradients stay local.",
+                cases("mlp", no_sync_batch(0), optimizer=PLAIN_SGD), needs={"exception_recovery"},
+                mode=RunMode(rank_jobs.run_as, (StaysLocal, {"caught": True}), review=review_remarks)),
     check("exceptions.in_summon", "An exception while full parameters are gathered releases them.",
           cases("mlp", _raised(9, 0, where="summon"), *iteration(0), _raised(8, 0, where="summon"), micro_batch(1), Step()),
           source="torch.distributed.fsdp.FullyShardedDataParallel.summon_full_params"),

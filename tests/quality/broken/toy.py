@@ -29,7 +29,7 @@ NOT_CLAIMED = {
     "exception_recovery", "parameter_replacement",
     "backward_inputs", "tensor_hooks", "accumulation_hooks", "error_if_nonfinite", "dtype_cast_later", "deep_copies",
     "storage_replacement", "modules_replaced", "parameters_replaced", "unit_alone",
-    "units_after_forward", "gradient_replacement", "early_hooks", "module_versions",
+    "units_after_forward", "gradient_replacement", "early_hooks", "module_versions", "extra_state",
     "strict_state", "reordered_optimizer", "tensor_parallel", "sub_groups", "compiled", "loss_scaling",
     "whole_parameter_steps", *SETTINGS,
 }  # fmt: skip

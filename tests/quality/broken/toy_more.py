@@ -191,7 +191,7 @@ class MoreToy(Toy):
             shard.copy_(value)
             whole = self.gather(fqn)
             shard.copy_(held)
-        return whole
+        return whole.reshape(self.shapes[fqn] or (1,))  # not (): that is the shape of steps
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
         for fqn, shard in self.shards.items():
@@ -203,12 +203,12 @@ class MoreToy(Toy):
         self.load_groups(optimizer, saved["param_groups"])
 
     def own_state(self, fqn: str, value: Any, start: int, stop: int) -> Any:
-        whole = isinstance(value, torch.Tensor) and value.numel() == self.full[fqn].numel() and value.dim() == 1
-        return value[start:stop].clone() if whole else copy.copy(value)
+        whole = isinstance(value, torch.Tensor) and value.shape == (self.shapes[fqn] or (1,))
+        return value.reshape(-1)[start:stop].clone() if whole else copy.copy(value)
 
     def load_groups(self, optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
         for group, kept in zip(optimizer.param_groups, groups):
-            group.update(kept)
+            group.update(copy.deepcopy(kept))
 
     # ---------------------------------------------------------------------------------------- around
 
