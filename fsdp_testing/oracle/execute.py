@@ -164,7 +164,7 @@ class RankProgram:
                 return models.penalised(model, self.case, batch, self.rank, inputs)
             return models.forward(model, self.case, batch, self.rank, inputs, leaves)
 
-    def inputs_of(self, batch: Any) -> models.Inputs:
+    def _inputs_of(self, batch: Any) -> models.Inputs:
         """Return this rank's inputs."""
         return models.make_inputs(self.case, batch, self.rank)
 

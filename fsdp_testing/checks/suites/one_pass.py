@@ -150,7 +150,7 @@ class OneInputBuffer(RankProgram):
         super().__init__(case, adapter, rank)
         self.buffers: dict[tuple[int, torch.Size, torch.dtype], torch.Tensor] = {}
 
-    def inputs_of(self, batch: Any) -> models.Inputs:
+    def _inputs_of(self, batch: Any) -> models.Inputs:
         """Return this rank's inputs."""
         inputs, number = super()._inputs_of(batch), count()
 
