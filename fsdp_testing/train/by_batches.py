@@ -205,22 +205,26 @@ def with_scaled_losses(pair: Pair, alone: WholeRun) -> Pair:
 
     A script that takes micro-batches of a fixed number of rows makes more of them from the rows of all ranks. If it divides
     each loss by the constant number that a rank makes, the losses of one process have to be divided by the number of ranks. So
-    they have if it divides sums over its rows by the number of rows that a batch has in a world of any size.
+    they have if it divides sums over its rows by a constant of batches that are as large in a world of any size.
     """
     micro_batches = more_micro_batches(pair)
     there = [loss for rank in pair.run.ranks for loss in rank.steps[0].losses]
     together = sum(pair.reference.ranks[0].steps[0].losses)
     if micro_batches is None:
-        by_rows = divided_by_rows(pair, alone) and _alike([together], [sum(there)])
-        is_constant = bool(by_rows) and _alike(_losses_of_each(pair), there)
+        is_sum = bool(constant_divisor(pair, alone)) and _alike([together], [sum(there)])
+        is_constant = is_sum and _alike(_losses_of_each(pair), there)
     else:
         more = micro_batches[0] == micro_batches[1] * pair.run.size
         is_constant = more and _alike([together], [sum(_losses_of_each(pair))])
     return pair.beside(replace(pair.feed, scale=1 / pair.run.size)) if is_constant else pair
 
 
-def divided_by_rows(pair: Pair, alone: WholeRun) -> int:
-    """Return by which number of rows each loss is divided, the same on each rank and for one process on its own; 0 if none."""
+def constant_divisor(pair: Pair, alone: WholeRun) -> float:
+    """Return by which number each loss is divided on every rank; 0 if by none, or if it may belong to the rows of all ranks.
+
+    It belongs to a batch of a rank if each batch has so many rows, for one process on its own too, or if the ranks take in turn
+    the batches of one process, as with a budget of tokens.
+    """
     rows = {
         len(forward)
         for world in (pair.run, alone)
@@ -228,8 +232,18 @@ def divided_by_rows(pair: Pair, alone: WholeRun) -> int:
         for seen in rank.steps
         for forward in seen.rows
     }
-    by = rows.pop() if len(rows) == 1 else 0
-    return by if by > 1 and all(seen.evidence.divided_by(by) for seen in pair.run.seen) else 0
+    shared = [{*each} for seen in pair.run.seen for each in seen.evidence.factors]
+    divisors = [1 / factor for factor in sorted({*shared[0]}.intersection(*shared)) if 0 < factor < 1] if shared else []
+    if not _dealt(pair.run, alone):
+        divisors = [by for by in divisors if {round(by)} == rows and math.isclose(by, round(by), rel_tol=_ALIKE)]
+    return next(iter(divisors), 0)
+
+
+def _dealt(run: WholeRun, alone: WholeRun) -> bool:
+    """Whether the ranks take the batches of one process on its own, in turn."""
+    dealt = [rank.steps[step].rows for step in range(run.steps) for rank in run.ranks]
+    own = [seen.rows for seen in alone.ranks[0].steps]
+    return len(own) >= run.size > 1 and all(one == other for one, other in zip(own, dealt))
 
 
 def more_micro_batches(pair: Pair) -> tuple[int, int] | None:

@@ -306,7 +306,7 @@ def _of_step(reference: WholeRun, run: WholeRun, step: int) -> str:
         or _clip_limit(reference, run, step)
         or multiples.other_groups(reference, run, step)
         or multiples.of_own_counts(reference, run, step)
-        or _counts(run, step)
+        or ("" if multiples.of_gradients(reference, run, step) else _counts(run, step))
         or _batch_norm(run, step)
     )
 

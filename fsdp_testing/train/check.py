@@ -15,8 +15,8 @@ from fsdp_testing.errors import InvalidArgument
 from fsdp_testing.train import causes
 from fsdp_testing.train.by_batches import (
     OtherRows,
+    constant_divisor,
     decided_by_batches,
-    divided_by_rows,
     final_verdict,
     more_micro_batches,
     same_data,
@@ -200,8 +200,8 @@ def _scaled(pair: Pair, alone: WholeRun) -> str:
     if counts:
         says = f"It makes {counts[0]} micro-batches where a rank makes {counts[1]} and divides by {counts[1]}"
     else:
-        rows = divided_by_rows(pair, alone)
-        says = f"It divides sums over its rows by {rows}, the rows of a rank's batch"
+        by = constant_divisor(pair, alone)
+        says = f"It divides sums over its rows by {by:g}, a constant of a rank's batch"
     return f". {says}, so each of its losses was divided by {pair.run.size} more"
 
 

@@ -42,7 +42,7 @@ def test_sums_over_rows_that_are_divided_by_a_constant_batch_size_count_as_a_ran
     report = judge("--whole", "--divide", "rows", sizes=(2, 3))
     assert report.verdict is Verdict.PASS, str(report)
     assert (
-        "It divides sums over its rows by 4, the rows of a rank's batch, so each of its losses was divided by 3"
+        "It divides sums over its rows by 4, a constant of a rank's batch, so each of its losses was divided by 3"
         in str(report)
     )
     report = judge("--whole", "--divide", "length")
@@ -50,9 +50,16 @@ def test_sums_over_rows_that_are_divided_by_a_constant_batch_size_count_as_a_ran
     assert "sums over its rows" not in str(report)
 
 
+def test_batches_of_a_budget_that_ranks_take_in_turn_count_as_those_of_one_process():
+    report = judge("--whole", "--divide", "budget", sizes=(2, 3))
+    assert report.verdict is Verdict.PASS, str(report)
+    assert "It divides sums over its rows by 12, a constant of a rank's batch" in str(report)
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
+        (("--whole", "--divide", "budget", "--mistake", "world size"), "1/4 of the right values"),
         (("--whole", "--divide", "never"), "gradients are divided by the number of ranks once too often"),
         (("--whole", "--divide", "rows", "--mistake", "world size"), "1/4 of the right values"),
         (

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 arguments = argparse.ArgumentParser()
-arguments.add_argument("--divide", default="loss", choices=("loss", "length", "gradients", "rows", "never"))
+arguments.add_argument("--divide", default="loss", choices=("loss", "length", "gradients", "rows", "budget", "never"))
 arguments.add_argument("--batch", type=int, default=4)
 arguments.add_argument("--one-backward", action="store_true", help="of the sum of the losses")
 arguments.add_argument("--whole", action="store_true", help="no micro-batches; the loss is a sum over rows")
@@ -24,14 +24,34 @@ torch.manual_seed(0)
 data = TensorDataset(torch.randn(48, 5), torch.randn(48, 1))
 model = DistributedDataParallel(nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1)))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+BUDGET = 12
+
+
+def by_budget() -> list[list[int]]:
+    """Return this rank's batches of at most so much in all; each row counts one to five."""
+    batches, left = [[]], BUDGET
+    for row in range(len(data)):
+        left -= row % 5 + 1
+        if left < 0:
+            batches.append([])
+            left = BUDGET - row % 5 - 1
+        batches[-1].append(row)
+    size = dist.get_world_size()
+    return batches[: len(batches) // size * size][dist.get_rank() :: size]
+
+
 loader = DataLoader(data, batch_size=options.batch, sampler=DistributedSampler(data))
+if options.divide == "budget":
+    loader = DataLoader(data, batch_sampler=by_budget())
 logged = []
 factor = dist.get_world_size() if options.mistake == "world size" else 1
 for inputs, targets in loader:
     total, kept = 0.0, []
     if options.whole:
         loss = nn.functional.mse_loss(model(inputs), targets, reduction="sum")
-        (loss / {"rows": options.batch, "length": len(inputs)}.get(options.divide, 1) / factor).backward()
+        (
+            loss / {"rows": options.batch, "budget": BUDGET, "length": len(inputs)}.get(options.divide, 1) / factor
+        ).backward()
     parts = 0 if options.whole else ROWS * PASSES if options.slices else len(inputs)
     for number, start in enumerate(range(0, parts, ROWS), 1):
         rows = slice(start, start + ROWS)
