@@ -233,11 +233,8 @@ def report_exit_code(report: RunReport) -> int:
 
 def idle(report: RunReport) -> list[str]:
     """Return implementations without a checked claim; none for a part of a run, because another part may have checked them."""
-    return (
-        []
-        if report.shard not in ((), (1, 1))
-        else [tally.implementation for tally in tallies(report) if tally.asked == 0]
-    )
+    is_whole = report.shard in ((), (1, 1))
+    return [tally.implementation for tally in tallies(report) if tally.asked == 0] if is_whole else []
 
 
 def conclusion(report: RunReport) -> str:
@@ -246,7 +243,8 @@ def conclusion(report: RunReport) -> str:
     unasked = idle(report)
     if code == 3 and (unasked or not report.results) and not report.count(Verdict.UNKNOWN):
         whose = f" of {', '.join(unasked)}" if unasked else ""
-        return f"no claim{whose} was checked: no verdict"
+        why = next((f" ({result.explanation})" for result in report.results if result.explanation), "")
+        return f"no claim{whose} was checked: no verdict{why}"
     foreseen = report.count(Verdict.EXPECTED_FAILURE)
     if code == 0 and foreseen:
         return f"no new failure; {numbered(foreseen, 'check')} failed as expected"

@@ -274,6 +274,8 @@ class Operation:
             value = getattr(self, item.name)
             if isinstance(value, Batch):
                 shown.append(f"batch {value.seed}")
+            elif isinstance(value, tuple) and value and isinstance(value[0], Batch):
+                shown.append(f"batches {', '.join(str(batch.seed) for batch in value)}")
             elif value != item.default:
                 shown.append(f"{item.name}={value!r}")
         return f"operation {index} {self.kind}({', '.join(shown)})"

@@ -160,7 +160,7 @@ hybrid = partial(
     profile="extended",
     strategies=HYBRID,
     needs={"hybrid"},
-    meshes={4: ((2, 2),), 6: ((3, 2), (2, 3)), 2: ()},
+    meshes={4: ((2, 2),), 6: ((3, 2), (2, 3)), 8: ((2, 4), (4, 2)), 2: ()},
     sizes=(4,),
 )
 

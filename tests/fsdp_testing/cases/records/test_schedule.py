@@ -7,6 +7,7 @@ import itertools
 import pytest
 
 from fsdp_testing.cases.operations import OPERATIONS
+from fsdp_testing.cases.operations.micro_batches import LocalMicroBatches
 from fsdp_testing.cases.records import (
     Batch,
     BuildOptimizer,
@@ -80,6 +81,7 @@ def test_every_program_is_legal_whatever_is_deleted():
         (MICRO, "operation 2 forward_backward(batch 0)"),
         (LOCAL, "operation 2 forward_backward(batch 0, no_sync=True)"),
         (Forward(Batch(3), "eval"), "operation 2 forward(batch 3, mode='eval')"),
+        (LocalMicroBatches((Batch(3), Batch(4))), "operation 2 local_micro_batches(batches 3, 4)"),
         (Clip(0.5, float("inf")), "operation 2 clip(max_norm=0.5, norm_type=inf)"),
         (Step(), "operation 2 step()"),
     ],
