@@ -184,7 +184,9 @@ def beyond_roundings(
         for here, there in disturbed(seed):
             for place in in_order(here):
                 distance = _distance(there, here, place)
-                spread[place] = torch.maximum(spread[place], distance) if place in spread else distance
+                # Of another shape in the world: a difference by itself, whatever the room.
+                if distance.shape == spread.setdefault(place, distance).shape:
+                    spread[place] = torch.maximum(spread[place], distance)
         if seed in STAGES:
             difference = first_difference(reference, other, roundings, _room_of(spread, seed), start=start)
             if difference is not None:

@@ -219,6 +219,11 @@ def of_rate(difference: Difference, size: int, *, begins: bool = True) -> str:
     """
     if difference.quantity.kind is not Kind.RATE:
         return ""
+    if difference.error is None:
+        return (
+            "Cause: the optimizer has another number of groups of parameters than in one process. Wrappers change names: in DDP "
+            "each begins with `module.`. Make groups from the model's names before it is wrapped, or look for parts of names."
+        )
     if not begins:
         return (
             f"Cause: a schedule depends on the number of ranks: until step {difference.step} the learning rate is that of one "

@@ -111,12 +111,15 @@ def at_line(line: str, run: WholeRun) -> Quantities:
 
 
 def is_loss(run: WholeRun, rank: int, numbers: torch.Tensor) -> bool:
-    """Whether numbers are the losses of a rank: of steps or of passes, in their order."""
+    """Whether numbers are the losses of a rank: of steps or of passes, in their order, or of each second one, and so on."""
     steps = [seen.losses for seen in run.ranks[rank].steps]
     for wanted in ([sum(step) for step in steps], [loss for step in steps for loss in step]):
-        count = min(len(wanted), len(numbers))
-        if count and _near(torch.tensor(wanted[:count], dtype=torch.float64), numbers[:count]):
-            return True
+        for first, stride in ((begin, by) for by in range(1, len(wanted) + 1) for begin in range(by)):
+            logged = wanted[first::stride]
+            count = min(len(logged), len(numbers))
+            # One number alone may be the loss of some step by chance.
+            if count > (stride > 1) and _near(torch.tensor(logged[:count], dtype=torch.float64), numbers[:count]):
+                return True
     return False
 
 

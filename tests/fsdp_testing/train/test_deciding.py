@@ -84,17 +84,16 @@ def test_a_sum_over_ranks_that_python_divides_is_compared_as_it_is_then(judge):
 
 
 def test_a_loss_that_one_rank_logs_is_known_whatever_python_divides_it_by(judge):
-    judgement = judge("--mistake", "sum on rank 0", inert=False)
-    assert judgement.verdict is Verdict.FAIL, judgement
-    assert re.search(r"with_extras.py:108 .* reduced wrongly \(2 times as large", judgement.sentence), (
-        judgement.sentence
-    )
+    for mistake, line in (("sum on rank 0", 108), ("sum on rank 0, rarely", 110)):
+        judgement = judge("--mistake", mistake, inert=False)
+        assert judgement.verdict is Verdict.FAIL, judgement
+        assert re.search(rf"with_extras.py:{line} .* reduced wrongly \(2 times as large", judgement.sentence), judgement
 
 
 def test_a_time_that_is_logged_is_not_compared(judge):
     judgement = judge("--mistake", "time", inert=False)
     assert judgement.verdict is Verdict.PASS, judgement
-    assert any(re.match(r"not compared: the number read at with_extras.py:112", line) for line in judgement.compared)
+    assert any(re.match(r"not compared: the number read at with_extras.py:114", line) for line in judgement.compared)
 
 
 def test_a_sum_that_clipping_hides_is_found_before_the_clip(judge):

@@ -234,6 +234,17 @@ def test_a_number_that_stays_where_it_is_by_chance_beside_others_is_no_bound():
     assert "off by 0.01" in str(exact)  # nothing is rounded there: one run says so
 
 
+def test_quantities_of_another_shape_in_the_world_are_a_difference_and_no_bound():
+    rates, fewer = {RIGHT: [torch.tensor([0.1, 0.2])]}, {RIGHT: [torch.tensor([0.1])]}
+    reference, other = {A: [torch.tensor([1.0])], **rates}, {A: [torch.tensor([1.01])], **fewer}
+
+    def pairs(seed):
+        return [(reference, {A: [torch.tensor([1.1])], **rates}), (other, {A: [torch.tensor([1.2])], **fewer})]
+
+    difference = beyond_roundings(reference, other, 4096, pairs, Decided())
+    assert str(difference) == f"{RIGHT} is torch.float32[1], expected torch.float32[2]"
+
+
 def test_a_matrix_of_garbage_is_not_outvoted_by_one_that_is_right():
     draw = torch.Generator().manual_seed(0)
     garbage = [torch.randn(4, 4, generator=draw).bfloat16() for _ in range(4)]

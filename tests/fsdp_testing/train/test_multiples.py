@@ -103,3 +103,6 @@ def test_groups_chosen_by_the_shape_of_shards_are_named():
     judgement = of("--late")
     assert judgement.verdict is Verdict.FAIL, judgement
     assert "the optimizer's groups hold other parameters than in one process: 0, 100 % of all" in judgement.sentence
+    judgement = of("--names")
+    assert judgement.verdict is Verdict.FAIL, judgement
+    assert "another number of groups of parameters than in one process. Wrappers change names" in judgement.sentence
