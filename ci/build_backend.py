@@ -10,6 +10,7 @@ import base64
 import contextlib
 import hashlib
 import io
+import lzma
 import os
 import re
 import tarfile
@@ -41,6 +42,8 @@ __all__ = [
 
 _FINDINGS = "fsdp_testing/docs/findings/"
 _KNOWN = "fsdp_testing/checks/findings/known_failures.toml"  # the tables of those pages are made from it
+_PAGE = "fsdp_testing/docs/adapters.md"
+_FOR_TEXT = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "lc": 4, "lp": 0, "pb": 0}]
 _ARCHIVE = "fsdp_testing/docs/findings.tar.xz"  # fsdp_testing/base/documentation.py reads it
 
 
@@ -57,7 +60,7 @@ def _pack_again(wheel: Path) -> None:
     packed = wheel.with_suffix(".packed")
     with zipfile.ZipFile(wheel) as old, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as new:
         contents = {_in_package(entry.filename): (entry, old.read(entry)) for entry in old.infolist()}
-        findings = {name: contents.pop(name)[1] for name in sorted(contents) if name.startswith((_FINDINGS, _KNOWN))}
+        findings = {name: contents.pop(name)[1] for name in sorted(contents) if name.startswith((_FINDINGS, _KNOWN, _PAGE))}
         archive = _archived(findings)
         for name, (entry, content) in contents.items():
             if name.endswith(".dist-info/RECORD"):
@@ -73,17 +76,17 @@ def _pack_again(wheel: Path) -> None:
 def _archived(scripts: Mapping[str, bytes]) -> bytes:
     """Return one archive of many small files, which are alike: less than half of what they take one by one."""
     buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w:xz", preset=9) as archive:
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
         for name, content in scripts.items():
             entry = tarfile.TarInfo(re.sub(r"^fsdp_testing/(docs|checks)/", "", name))
             entry.size = len(content)
             archive.addfile(entry, io.BytesIO(content))
-    return buffer.getvalue()
+    return lzma.compress(buffer.getvalue(), filters=_FOR_TEXT)
 
 
 def _record(lines: str, added: Mapping[str, bytes]) -> str:
     """Return the list of a wheel's files (PEP 376), with the archive in place of what it holds."""
-    kept = [line for line in _in_package(lines).splitlines() if not line.startswith((_FINDINGS, _KNOWN))]
+    kept = [line for line in _in_package(lines).splitlines() if not line.startswith((_FINDINGS, _KNOWN, _PAGE))]
     for name, content in added.items():
         digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
         kept.append(f"{name},sha256={digest},{len(content)}")

@@ -11,7 +11,7 @@ from pathlib import Path
 from fsdp_testing.base import env
 
 ARCHIVE = "docs/findings.tar.xz"
-"""Where a wheel has the pages of findings and their scripts, which are many and alike."""
+"""Where a wheel has the pages that messages name and the scripts of findings, which are many and alike."""
 
 
 def page(name: str) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-MOST_BYTES = 1_500_000
+MOST_BYTES = 1_505_000
 """The aim is one million: the code of both packages, compressed, has 1.3 million."""
 
 

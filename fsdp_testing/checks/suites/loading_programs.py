@@ -99,16 +99,19 @@ def _scaled(model: nn.Module) -> list[Scaled]:
 class KeepsModes(RemarkingProgram):
     """Saves and loads a model of which every second module evaluates."""
 
+    form = "full"
+
     def statements(self) -> Iterator[str]:
         """Yield the modules whose mode changed."""
-        adapter, modules = self.adapter, dict(self.model.named_modules())
+        modules = dict(self.model.named_modules())
+        save, load = (getattr(self.adapter, f"{verb}{self.form}_state_dict") for verb in ("", "load_"))
         for number, module in enumerate(modules.values()):
             module.training = number % 2 == 0
         modes = {name: module.training for name, module in modules.items()}
         with self._inside():
-            saved = adapter.full_state_dict(self.model)
+            saved = save(self.model)
             after_saving = {name: module.training for name, module in modules.items()}
-            adapter.load_full_state_dict(self.model, dict(saved))
+            load(self.model, dict(saved))
         after_loading = {name: module.training for name, module in modules.items()}
         for what, after in (("saving", after_saving), ("loading", after_loading)):
             changed = [name or "the root" for name, mode in modes.items() if after[name] != mode]
@@ -116,7 +119,11 @@ class KeepsModes(RemarkingProgram):
                 yield f"{what} changed whether modules train or evaluate: {', '.join(changed)}"
 
 
+def keeps_modes(form: str) -> RunMode:
+    """Return the mode for a case whose model is saved and loaded in a form while some of its modules evaluate."""
+    return RunMode(rank_jobs.run_as, (KeepsModes, {"form": form}), review=review_remarks)
+
+
 IN_DTENSORS = RunMode(rank_jobs.run_as, (InDTensors, {}), review=review_remarks)
 KEEPS_VERSIONS = RunMode(rank_jobs.run_as, (KeepsVersions, {}), review=review_remarks)
 KEEPS_EXTRA_STATE = RunMode(rank_jobs.run_as, (KeepsExtraState, {}), review=review_remarks)
-KEEPS_MODES = RunMode(rank_jobs.run_as, (KeepsModes, {}), review=review_remarks)

@@ -163,7 +163,8 @@ class OneInputBuffer(RankProgram):
 
         def put(tensor: torch.Tensor) -> torch.Tensor:
             buffer = self.buffers.setdefault((next(number), tensor.shape, tensor.dtype), torch.empty_like(tensor))
-            return buffer.copy_(tensor)
+            buffer.data.copy_(tensor)  # `.data`: as a loader's write, it raises no version
+            return buffer
 
         return models.Inputs(*models.map_tensors(put, (inputs.args, dict(inputs.kwargs))))
 

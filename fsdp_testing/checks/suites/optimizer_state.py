@@ -17,6 +17,7 @@ from fsdp_testing.cases.records import (
     Step,
     Thaw,
     WrappingPlan,
+    ZeroGrad,
 )
 from fsdp_testing.checks.suites.check import (
     ADAMW,
@@ -157,6 +158,10 @@ CHECKS: tuple[Check, ...] = (
           source="torch.optim.SGD without momentum"),
     saved("optim_state.repeatedly", "Saving and loading after every step does not change training.",
           cases("mlp", *iteration(0), Reload(), *iteration(1), Reload(), micro_batch(2), Step(), forward(3), optimizer=ADAMW)),
+    saved("optim_state.beside_gradients", "Saving and loading leave gradients as they are, and the next step takes them.",
+          cases("mlp", *iteration(0), micro_batch(1), Save(optimizer=True), Observe(), Restore(keeps_gradients=True), Observe(),
+                Step(), ZeroGrad(), *iteration(2), optimizer=ADAMW),
+          source="torch.optim.Optimizer.load_state_dict"),
     saved("optim_state.frozen_later", "Parameters that were frozen since they were stepped keep their state when it is saved.",
           cases("mlp", *iteration(0), Freeze(("layers.0.*",)), Save(optimizer=True), *iteration(1), Restore(), Observe(),
                 Thaw(("*",)), *iteration(2), optimizer=ADAMW), source="torch.optim.Optimizer.state_dict"),

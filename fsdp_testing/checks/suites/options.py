@@ -83,8 +83,8 @@ RECOMPUTATION: tuple[Check, ...] = (
           *(cases("dropped_out", *iterations(2), wrapping=recomputed("dropped_out", outside=outside), optimizer=PLAIN_SGD)
             for outside in (False, True)), source="torch.utils.checkpoint, preserve_rng_state"),
     check("activation_checkpointing.of_inputs", "Inputs of a module that recomputes get their gradients.",
-          *(cases("mlp", UnusualBackward(Batch(0), "of_inputs"), Observe(), wrapping=recomputed("mlp", outside=outside))
-            for outside in (False, True)), source="torch.autograd.backward"),
+          *(cases(model, UnusualBackward(Batch(0), "of_inputs"), Observe(), wrapping=recomputed(model, outside=outside))
+            for model in ("mlp", "keywords") for outside in (False, True)), source="torch.autograd.backward"),
     check("activation_checkpointing.nested",
           "Recomputation inside recomputation, or of a part of a unit, trains as in one process.",
           *(cases("deep_nest", *iterations(2), wrapping=plan) for plan in (

@@ -11,6 +11,7 @@ from functools import partial
 
 from fsdp_testing.cases.operations import EditGradients, LocalMicroBatches, UnusualBackward
 from fsdp_testing.cases.records import (
+    AssignData,
     Batch,
     Case,
     Clip,
@@ -129,6 +130,10 @@ MIXED_PRECISION: tuple[Check, ...] = (
             stored_in_float32("mlp two_inputs", forward(5, "no_grad"), forward(6, "no_grad"), *iterations(2), forward(7),
                               optimizer=PLAIN_SGD, precision=_LOW),
             source="torch.distributed.fsdp.MixedPrecision, cast_root_forward_inputs", mode=ONE_INPUT_BUFFER),
+    *(lowered(f"mixed_precision.{name}", f"Parameters that {how} between iterations are cast anew.",
+              stored_in_float32("mlp", *iteration(0), AssignData(("*",), 0.5, Batch(6), in_place=in_place),
+                                *iteration(1), optimizer=PLAIN_SGD, precision=_LOW), source="pytorch issue 151223")
+      for name, how, in_place in (("data_assigned", "get new storage", False), ("changed_in_place", "change in place", True))),
     lowered("mixed_precision.of_inputs", "Inputs that are cast get their gradients, keyword inputs too.",
             *(stored_in_float32(model, UnusualBackward(Batch(0), "of_inputs"), Observe(), Step(), optimizer=PLAIN_SGD,
                                 precision=_LOW) for model in ("mlp", "two_inputs", "keywords")),

@@ -1,9 +1,8 @@
 """Programs that do more than a case's operations say, with the replay that does the same in one process.
 
 Examples: a model is copied, or a part of it is replaced or called alone; an optimizer has some of the parameters; one replica
-evaluates alone; a gradient is made infinite and clipped; gradients are a multiple of the mean. A copy runs the micro-batch
-that the original runs next, from the same values, and steps like it, so that the oracle's numbers for the original hold for
-the copy as well.
+evaluates alone; a gradient is made infinite and clipped. A copy runs the micro-batch that the original runs next, from the same
+values, and steps like it, so that the oracle's numbers for the original hold for the copy as well.
 """
 
 from __future__ import annotations
@@ -225,6 +224,16 @@ class OffloadedActivations(RankProgram):
 
 
 OFFLOADED_ACTIVATIONS = RunMode(rank_jobs.run_as, (OffloadedActivations, {}))
+
+
+class InEvaluation(RankProgram):
+    """A program whose model is in evaluation throughout, as those train who fine-tune without dropout."""
+
+    def _model_of(self, case: Case, flags: Mapping[str, bool]) -> nn.Module:
+        return super()._model_of(case, flags).eval()
+
+
+IN_EVALUATION = RunMode(rank_jobs.run_as, (InEvaluation, {}))
 
 # ------------------------------------------------------------------------------- an optimizer of some parameters
 

@@ -17,11 +17,13 @@ from fsdp_testing.cases.records import (
     Case,
     Clip,
     EditFullParameters,
+    Interrupt,
     MixedPrecisionSpec,
     Observe,
     Reload,
     SetLr,
     Step,
+    Thaw,
     WrappingPlan,
     ZeroGrad,
 )
@@ -46,7 +48,7 @@ from fsdp_testing.checks.suites.check import (
 )
 from fsdp_testing.checks.suites.hooks import AFTER_ACCUMULATION
 from fsdp_testing.checks.suites.options import recomputed
-from fsdp_testing.checks.suites.programs import AFTER_ONE_REPLICA
+from fsdp_testing.checks.suites.programs import AFTER_ONE_REPLICA, IN_EVALUATION
 from fsdp_testing.checks.suites.watched import GATHERS_LIMITED, STREAMS_OBSERVED, traced
 from fsdp_testing.judging.case_runner import RunMode
 from fsdp_testing.judging.checkers import event_rules, shares
@@ -155,6 +157,7 @@ REAL_MODELS: tuple[Check, ...] = (
 )  # fmt: skip
 """A GPT block stack with tied embeddings, and a mixture of experts whose experts may get no token."""
 
+_BODY = ("layers.1.*",)
 hybrid = partial(
     check,
     profile="extended",
@@ -177,6 +180,23 @@ HYBRID_SHARDING: tuple[Check, ...] = (
     hybrid("hybrid.trained", "Gradients are averaged over shards and replicas.",
            cases("mlp uneven deep_nest", *iterations(3), optimizer=ADAMW),
            cases("partly_used", *iterations(2, usage=((True, False),)), optimizer=PLAIN_SGD), source="pytorch PR 89915"),
+    *(hybrid(f"hybrid.{name}", f"Replicas train alike: {what}.", cases(model, *program, optimizer=PLAIN_SGD, **options),
+             source="PyTorch FSDP, VLDB 2023, section 3.2.2")
+      for name, what, model, program, options in (
+        ("shared", "parameters under two names", "tied_within", iterations(2), {}),
+        ("zero_dim", "parameters of shape ()", "scalars", iterations(2), {}),
+        ("one_unit", "a model of one unit", "mlp uneven", iterations(2), {"wrapping": WrappingPlan()}),
+        ("shared_across_units", "a parameter in two units", "tied_across", iterations(2), {}),
+        ("bare_root", "a root without parameters", "bare_root", iterations(2), {}),
+        ("thawed", "units that are thawed", "mlp", (*iteration(0), Thaw(_BODY), *iterations(2, first=1)), {"freeze": _BODY}),
+        ("recomputed", "activations that are computed again", "mlp", iterations(2), {"wrapping": recomputed("mlp")}),
+        ("interrupted", "after exceptions", "mlp", (Interrupt(Batch(9), 1), *iteration(0), Interrupt(Batch(8), 1, backward=True),
+                                                    *iteration(1)), {}))),
+    hybrid("hybrid.evaluated", "Replicas train alike: a model in evaluation.", cases("mlp", *iterations(2), optimizer=PLAIN_SGD),
+           source="torch.nn.Module.eval", mode=IN_EVALUATION),
+    hybrid("hybrid.two_dtypes", "Replicas train alike: units of two dtypes.",
+           *(cases("two_dtypes", *iterations(2), optimizer=PLAIN_SGD, wrapping=plan) for plan in (None, WrappingPlan())),
+           source="pytorch issue 154082", needs={"hybrid", "mixed_dtype_units"}),
     hybrid("hybrid.written_back", "Every replica keeps edits of full parameters.",
            cases("mlp uneven", *iteration(0), EditFullParameters(("*",), 0.5), Observe(), *iteration(1)),
            source="torch.distributed.fsdp.FullyShardedDataParallel.summon_full_params"),

@@ -30,7 +30,7 @@ from fsdp_testing.checks.suites.check import (
     micro_batch,
     no_sync_batch,
 )
-from fsdp_testing.checks.suites.loading_programs import IN_DTENSORS, KEEPS_EXTRA_STATE, KEEPS_MODES, KEEPS_VERSIONS
+from fsdp_testing.checks.suites.loading_programs import IN_DTENSORS, KEEPS_EXTRA_STATE, KEEPS_VERSIONS, keeps_modes
 from fsdp_testing.checks.suites.other_worlds import judge_moved
 from fsdp_testing.checks.suites.state_programs import (
     OF_ANOTHER_MODEL,
@@ -115,9 +115,9 @@ CHECKS: tuple[Check, ...] = (
     saved("full_state_dict.extra_state", "What modules return from `get_extra_state` is saved and loaded.",
           cases("extra_state", *iteration(0), optimizer=PLAIN_SGD), source="torch.nn.Module.get_extra_state",
           needs={"full_state_dict", "extra_state"}, mode=KEEPS_EXTRA_STATE),
-    saved("full_state_dict.modes", "Saving and loading leave modules in training or in evaluation, as they were.",
-          cases("deep_nest", *iteration(0), optimizer=PLAIN_SGD), source="torch.nn.Module.train",
-          needs={"full_state_dict"}, mode=KEEPS_MODES),
+    *(saved(f"{form}_state_dict.modes", "Saving and loading leave modules in training or in evaluation, as they were.",
+            cases("deep_nest", *iteration(0), optimizer=PLAIN_SGD), source="torch.nn.Module.train",
+            needs={f"{form}_state_dict"}, mode=keeps_modes(form)) for form in ("full", "sharded")),
     saved("full_state_dict.strict", "A state with a missing parameter, an extra one or one of another shape is "
         "refused.",
           *(cases("mlp", *iteration(0), Observe(wrong)) for wrong in WRONG_STATES),

@@ -28,6 +28,7 @@ from fsdp_testing.cases.records import (
     Reload,
     SetLr,
     Step,
+    Thaw,
     ZeroGrad,
 )
 from fsdp_testing.checks.suites.check import (
@@ -48,6 +49,7 @@ from fsdp_testing.checks.suites.check import (
     micro_batches,
     no_sync_batch,
 )
+from fsdp_testing.checks.suites.programs import IN_EVALUATION
 from fsdp_testing.judging.case_runner import RunMode
 
 _EVERY_REDUCED = {"accumulate_without_no_sync"}
@@ -81,6 +83,9 @@ TRAINING: tuple[Check, ...] = (
                   optimizer=replace(ADAMW, name="adamw_tensor_lr")),
             source="torch.optim.AdamW")
       for form, of, where in (("full", "", ""), ("sharded", "_in_shards", " in shards"))),
+    check("training.in_evaluation", "A model in evaluation trains as one process trains it.",
+          cases("mlp deep_nest", *iteration(0), *accumulated(1, 2), Observe(), Step(), optimizer=ADAMW),
+          source="torch.nn.Module.eval", mode=IN_EVALUATION),
     check("training.freed", "A model that is dropped frees its parameters.",
           cases("mlp", *iterations(2), optimizer=PLAIN_SGD), source="torch.nn.Module", mode=FREED),
     check("training.steps_by_norms", "An optimizer that steps each parameter by its norm sees whole parameters.",
@@ -174,6 +179,11 @@ ACCUMULATION: tuple[Check, ...] = (
           *(cases("mlp", no_sync_batch(0), forward(1, mode), no_sync_batch(2), forward(3, mode),
                   micro_batch(4), forward(5, mode), Step(), forward(6, mode)) for mode in ("eval", "no_grad")),
           source="pytorch PR 110139"),
+    check("accumulation.inference_between", "A forward in inference mode between micro-batches disturbs no gradient.",
+          cases("mlp", no_sync_batch(0), forward(1, "inference"), micro_batch(2), Observe(), Step(), optimizer=PLAIN_SGD),
+          source="torch.inference_mode"),
+    check("accumulation.zero_dim", "Gradients of parameters of shape () are accumulated.",
+          cases("scalars", *accumulated(0, 1), Observe(), Step(), optimizer=PLAIN_SGD), source="torch.nn.Parameter of shape ()"),
     check("accumulation.magnitudes", "No micro-batch is rescaled or lost, whatever its size.",
           cases("mlp", no_sync_batch(0, scale=1.0), no_sync_batch(1, scale=10.0), micro_batch(2, scale=0.1),
                 Observe(), Step(), optimizer=PLAIN_SGD),
@@ -320,6 +330,9 @@ ZERO_GRAD: tuple[Check, ...] = (
     cleared("zero_grad.discards", "A gradient that is cleared before the step leaves no trace.",
             *(cases("mlp", micro_batch(0), ZeroGrad(to_none), micro_batch(1), Step(), ZeroGrad(to_none), micro_batch(2))
               for to_none in _FORMS)),
+    cleared("zero_grad.frozen_since", "Clearing reaches parameters that were frozen after backward.",
+            *(cases("mlp", micro_batch(0), Freeze(("layers.1.*",)), ZeroGrad(to_none), Thaw(("*",)), micro_batch(1), Observe(),
+                    Step(), optimizer=PLAIN_SGD) for to_none in _FORMS), source="torch.optim.Optimizer.zero_grad"),
     cleared("zero_grad.between_forwards", "Clearing between forward passes changes nothing else.",
             *(cases("mlp", micro_batch(0), Step(), forward(1), ZeroGrad(to_none), forward(2, "train"), ZeroGrad(to_none),
                     *iteration(3)) for to_none in _FORMS)),

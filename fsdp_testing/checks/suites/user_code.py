@@ -138,6 +138,10 @@ CONVERSION: tuple[Check, ...] = (
     check("conversion.copied", "A deep copy can be made, and trains independently of the original.",
           cases("mlp", *iteration(0), Observe(COPY), micro_batch(1), Observe(), Step(), optimizer=PLAIN_SGD),
           source="copy.deepcopy; B077", needs={"deep_copies"}, mode=MUST_COPY),
+    *(check(f"conversion.copied_{what}", f"A deep copy of a model with {what.replace('_', ' ')} trains as the model does.",
+            cases(model, *iteration(0), Observe(COPY), micro_batch(1), Observe(), Step(), optimizer=PLAIN_SGD),
+            source="copy.deepcopy; B077", needs={"deep_copies"}, mode=MUST_COPY)
+      for what, model in (("buffers", "buffers"), ("frozen_units", "frozen_body"), ("shared_parameters", "tied_within"))),
 )  # fmt: skip
 """What users do to modules besides training: `module.to`, `copy.deepcopy`."""
 

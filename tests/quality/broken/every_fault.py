@@ -21,6 +21,7 @@ import faults_missed  # noqa: F401 - registers its faults
 import faults_missed_later  # noqa: F401 - registers its faults
 import faults_models  # noqa: F401 - registers its faults
 import faults_of_engines  # noqa: F401 - registers its faults
+import faults_of_kinds_together  # noqa: F401 - registers its faults
 import faults_of_owners  # noqa: F401 - registers its faults
 import faults_of_pairs  # noqa: F401 - registers its faults
 import faults_optimizers  # noqa: F401 - registers its faults
