@@ -60,7 +60,9 @@ def _pack_again(wheel: Path) -> None:
     packed = wheel.with_suffix(".packed")
     with zipfile.ZipFile(wheel) as old, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as new:
         contents = {_in_package(entry.filename): (entry, old.read(entry)) for entry in old.infolist()}
-        findings = {name: contents.pop(name)[1] for name in sorted(contents) if name.startswith((_FINDINGS, _KNOWN, _PAGE))}
+        findings = {
+            name: contents.pop(name)[1] for name in sorted(contents) if name.startswith((_FINDINGS, _KNOWN, _PAGE))
+        }
         archive = _archived(findings)
         for name, (entry, content) in contents.items():
             if name.endswith(".dist-info/RECORD"):
