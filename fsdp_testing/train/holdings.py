@@ -338,10 +338,19 @@ def _spans(value: Any, parts: Held, block: int) -> Spans:
         own = {name: _copied(tensor, held) for (name, held), tensor in zip(parts.items(), value)}
     else:
         return {}
+    # What shares the memory of the weights is no copy: a state that one world took over, and another one copied.
+    weights = {storage for held in parts.values() for storage in _storages(held)}
     fitting = {
-        name: held for name, held in own.items() if held and name in parts and parts[name][0].shape == held[0].shape
+        name: held
+        for name, held in own.items()
+        if held and name in parts and parts[name][0].shape == held[0].shape and weights.isdisjoint(_storages(held))
     }
     return {name: spans_of(held, "value", block) for name, held in fitting.items()}
+
+
+def _storages(held: Iterable[Piece]) -> Iterator[int]:
+    values = (piece.value for piece in held if piece.value is not None and piece.value.numel())
+    return (value.untyped_storage().data_ptr() for value in values)
 
 
 def _copied(tensor: torch.Tensor, held: tuple[Piece, ...]) -> tuple[Piece, ...]:

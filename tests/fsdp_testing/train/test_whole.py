@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import torch
 
-from fsdp_testing.train.holdings import buffers_beside
+from fsdp_testing.train.holdings import buffers_beside, copies_in
 from fsdp_testing.train.quantities import Kind, Quantity
 from fsdp_testing.train.whole import copies_left_out, means_of_weights
 
@@ -51,3 +51,12 @@ def test_buffers_of_other_modules_that_differ_between_ranks_are_named_as_not_com
     assert sentence == (
         "the buffer 'tracker.0.running_mean' outside of the trained model: rank 1 has other numbers than an earlier rank"
     )
+
+
+def test_a_state_that_shares_the_memory_of_the_weights_is_no_copy_of_them():
+    """Seen: one process took over the state that it loaded, and two ranks copied it."""
+    model = torch.nn.Linear(3, 2)
+    copied = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    variables = {"taken": {**model.state_dict()}, "copied": copied}
+    copies, _ = copies_in([variables], [model], 1024, ())
+    assert {name: sorted(spans) for name, spans in copies.items()} == {"copied": ["bias", "weight"]}
