@@ -27,7 +27,7 @@ from fsdp_testing.cases.records import (
 )
 from fsdp_testing.errors import InvalidArgument
 from fsdp_testing.judging.known import KnownFailures, Rule, features_of
-from fsdp_testing.judging.signature import FIELDS, entry_line, look_of, signature_of
+from fsdp_testing.judging.signature import FIELDS, UNWRITTEN, entry_line, look_of, signature_of
 
 CauseOf = Callable[[Finding], str]
 """What one process would have to do to give the wrong numbers of a finding, as a clause; empty if unknown."""
@@ -141,6 +141,9 @@ def _wrong(entry: Mapping[str, Any]) -> Iterator[str]:
             yield f"{name!r} is none of {', '.join(FIELDS)}" + (f"; did you mean {near[0]}?" if near else "")
         elif not isinstance(entry[name], str):
             yield f"{name} is no text"
+        elif entry[name] == UNWRITTEN.get(name):
+            advice = "the defect in one sentence" if name == "reason" else "where it is described, or leave it out"
+            yield f"{name} is still {entry[name]}; write {advice}"
     given = {name: value for name, value in entry.items() if isinstance(value, str) and value.strip()}
     kind = given.get("kind", "")
     if kind not in set(FailureKind):

@@ -138,6 +138,8 @@ def _without_particulars(message: str, *, words_stay: bool) -> str:
 
 
 FIELDS = tuple(field.name for field in fields(ExpectedFailure))
+UNWRITTEN = {"reason": "WHY", "page": "PAGE"}
+"""What a printed entry has where a person has to write: a list that still has it is refused."""
 
 
 def look_of(finding: Finding) -> str:
@@ -152,7 +154,8 @@ def entry_of(finding: Finding) -> ExpectedFailure:
     """
     look = signature_of(finding)
     happened = finding.happened or (finding.shortest.happened if finding.shortest is not None else "")
-    return ExpectedFailure("WHY", look.kind, look.quantity, look.operation, cause=as_pattern(happened), page="PAGE")
+    how = {"quantity": look.quantity, "operation": look.operation, "cause": as_pattern(happened)}
+    return ExpectedFailure(kind=look.kind, **UNWRITTEN, **how)
 
 
 def entry_line(check: str, findings: Iterable[Finding]) -> str:

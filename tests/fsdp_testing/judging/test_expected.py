@@ -81,7 +81,7 @@ def test_a_reason_alone_excuses_nothing_and_the_entry_to_write_is_said() -> None
     assert result.verdict is Verdict.FAIL
     line = result.remark.partition("write ")[2]
     (written,) = tomllib.loads(line).values()
-    assert judged({**written, "reason": "padding"}, failed(NORM)).verdict is Verdict.EXPECTED_FAILURE
+    assert judged({**written, "reason": "padding", "page": "page.md"}, failed(NORM)).verdict is Verdict.EXPECTED_FAILURE
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,15 @@ def test_the_entry_that_is_printed_expects_the_failure() -> None:
     result = failed(caused, NEW)
     (written,) = tomllib.loads(entry_line("clipping.norm_1", result.findings)).values()
     assert [one["kind"] for one in written] == ["diverged", "raised"]
-    assert judged(written, result, caused.happened).verdict is Verdict.EXPECTED_FAILURE
+    problems: list[str] = []
+    read_expectation(written, "here", problems)
+    assert len(problems) == 4
+    assert problems[:2] == [
+        "here: reason is still WHY; write the defect in one sentence",
+        "here: page is still PAGE; write where it is described, or leave it out",
+    ]
+    filled = [{**entry, "reason": "known", "page": "page.md"} for entry in written]
+    assert judged(filled, result, caused.happened).verdict is Verdict.EXPECTED_FAILURE
     assert eval(f"{{{entry_literal('clipping.norm_1', result.findings)}}}") == {"clipping.norm_1": written}
 
 
