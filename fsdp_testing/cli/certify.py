@@ -16,6 +16,7 @@ from fsdp_testing.cli.options import (
     count,
     declare,
     part,
+    path_of,
     seconds,
 )
 from fsdp_testing.cli.outputs import add_html, add_json, checked_outputs, present
@@ -51,7 +52,9 @@ def add(commands: Subparsers[Command]) -> Command:
         help="seconds to find causes and shortest schedules of failures (default 60; 0: none)",
     )
     where = command.add_argument_group("where")
-    where.add_argument("--state", type=Path, metavar="DIR", help="default: .fsdp-certificate/NAME, by sample and shard")
+    where.add_argument(
+        "--state", type=path_of, metavar="DIR", help="default: .fsdp-certificate/NAME, by sample and shard"
+    )
     add_jobs(where, "batches")
     add_html(where)
     add_json(where, "the certificate")

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fsdp_testing.cli.options import Command, Subparsers, count, declare
+from fsdp_testing.cli.options import Command, Subparsers, count, declare, path_of
 from fsdp_testing.cli.outputs import add_html, add_json, checked_outputs, present
 
 if TYPE_CHECKING:
@@ -33,7 +32,7 @@ def add(commands: Subparsers[Command]) -> Command:
     summary = "find which rank waits for which in dumps of torch's flight recorder"
     command = declare(commands, "diagnose", summary, DESCRIPTION, example=EXAMPLE)
     command.add_argument(
-        "dumps", nargs="+", type=Path, metavar="DUMP", help="a dump, or a folder that holds nothing else"
+        "dumps", nargs="+", type=path_of, metavar="DUMP", help="a dump, or a folder that holds nothing else"
     )
     command.add_argument("--world-size", type=count, metavar="N", help="number of ranks (default: as the dumps say)")
     add_html(command)

@@ -21,6 +21,7 @@ from fsdp_testing.cli.options import (
     count,
     declare,
     part,
+    path_of,
     seconds,
     warn_old_spelling,
 )
@@ -62,7 +63,7 @@ def add(commands: Subparsers[Command]) -> Command:
     )
     what.add_argument(
         "--known",
-        type=Path,
+        type=path_of,
         action="append",
         default=[],
         metavar="FILE",
@@ -76,7 +77,7 @@ def add(commands: Subparsers[Command]) -> Command:
     )
     what.add_argument("--exhibits", type=count, metavar="N", help=argparse.SUPPRESS)
     where = command.add_argument_group("where")
-    where.add_argument("--state", type=Path, metavar="DIR", help="default: .fsdp-fuzz/NAME in the current directory")
+    where.add_argument("--state", type=path_of, metavar="DIR", help="default: .fsdp-fuzz/NAME in the current directory")
     add_old_spelling(where, "--lanes", add_jobs(where, "batches"))
     add_old_spelling(where, "--deadline", add_timeout(where, 30.0))
     where.add_argument("--no-scripts", action="store_true", help="do not run the scripts of findings at the end")

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fsdp_testing.cli.options import Command, Subparsers, declare
+from fsdp_testing.cli.options import Command, Subparsers, declare, path_of
 from fsdp_testing.cli.outputs import checked_outputs, present
 from fsdp_testing.cli.run import add_report_outputs, earlier_report, present_report
 from fsdp_testing.errors import InvalidArgument
@@ -29,12 +29,12 @@ def add(commands: Subparsers[Command]) -> Command:
     command.add_argument(
         "reports",
         nargs="+",
-        type=Path,
+        type=path_of,
         metavar="PART",
         help="a file of `run` or `certify --shard --json`, or a directory of `fuzz --shard --state`",
     )
     command.add_argument(
-        "--state", type=Path, metavar="DIR", help="for campaigns: a new directory for the combined one"
+        "--state", type=path_of, metavar="DIR", help="for campaigns: a new directory for the combined one"
     )
     add_report_outputs(command)
     return command

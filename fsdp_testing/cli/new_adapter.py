@@ -6,7 +6,7 @@ import argparse
 import re
 from pathlib import Path
 
-from fsdp_testing.cli.options import Command, Subparsers, declare
+from fsdp_testing.cli.options import Command, Subparsers, declare, path_of
 from fsdp_testing.errors import InvalidArgument
 
 DESCRIPTION = """\
@@ -83,7 +83,7 @@ def add(commands: Subparsers[Command]) -> Command:
     """Declare the command."""
     command = declare(commands, "new-adapter", "write the skeleton of an adapter", DESCRIPTION, example=EXAMPLE)
     command.add_argument("name", metavar="NAME", help="name of the implementation")
-    command.add_argument("file", metavar="FILE", nargs="?", type=Path, help="default NAME_adapter.py")
+    command.add_argument("file", metavar="FILE", nargs="?", type=path_of, help="default NAME_adapter.py")
     return command
 
 

@@ -12,6 +12,7 @@ import sys
 import textwrap
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdp_testing.errors import InvalidArgument
@@ -52,8 +53,18 @@ def seconds(text: str) -> float:
 
 
 def allowance(text: str) -> float:
-    """Parse a number of seconds that may be zero."""
-    return 0.0 if text.strip() in ("0", "0.0") else seconds(text)
+    """Parse a finite number of seconds that may be zero."""
+    with suppress(ValueError):
+        if 0 <= float(text) < math.inf:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"expected a number of seconds, 0 or more, got {text!r}")
+
+
+def path_of(text: str) -> Path:
+    """Parse the path of a file or a folder; an empty one would be the current folder."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError(f"expected a path, got {text!r}. The current folder is `.`")
+    return Path(text)
 
 
 def count(text: str) -> int:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fsdp_testing.base import extras
+from fsdp_testing.cli.options import path_of
 from fsdp_testing.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -23,12 +24,12 @@ _SUMMARY_LENGTH = 500_000
 def add_html(group: argparse._ActionsContainer) -> argparse.Action:
     """Declare `--html`."""
     text = "write DIR/index.html, or a file that ends in .html"
-    return group.add_argument("--html", type=Path, metavar="DIR", help=text)
+    return group.add_argument("--html", type=path_of, metavar="DIR", help=text)
 
 
 def add_json(group: argparse._ActionsContainer, what: str) -> argparse.Action:
     """Declare `--json`, which writes `what`."""
-    return group.add_argument("--json", type=Path, metavar="FILE", help=f"write {what} as one JSON document")
+    return group.add_argument("--json", type=path_of, metavar="FILE", help=f"write {what} as one JSON document")
 
 
 def checked_outputs(options: argparse.Namespace) -> dict[str, Path]:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fsdp_testing.cli.options import Command, Subparsers, add_timeout, declare
+from fsdp_testing.cli.options import Command, Subparsers, add_timeout, declare, path_of
 from fsdp_testing.cli.outputs import present
 from fsdp_testing.errors import InvalidArgument
 
@@ -33,7 +32,7 @@ _WORDS = {"pass": PASSED, "fail": FAILS}
 def add(commands: Subparsers[Command]) -> Command:
     """Declare the command."""
     command = declare(commands, "replay", "run a recorded case again", DESCRIPTION, example=EXAMPLE, epilog=EPILOG)
-    command.add_argument("file", type=Path, metavar="FILE", help="JSON")
+    command.add_argument("file", type=path_of, metavar="FILE", help="JSON")
     command.add_argument("--implementation", metavar="NAME", help="run it on this implementation instead")
     command.add_argument("--once", action="store_true", help="run it once instead of twice")
     add_timeout(command, 30.0)

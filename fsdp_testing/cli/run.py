@@ -20,6 +20,7 @@ from fsdp_testing.cli.options import (
     capacity_here,
     declare,
     part,
+    path_of,
 )
 from fsdp_testing.cli.outputs import add_html, add_json, checked_outputs, present
 from fsdp_testing.errors import BackendUnavailable, InvalidArgument
@@ -72,7 +73,9 @@ def add(commands: Subparsers[Command]) -> Command:
         action="store_true",
         help="in place of checks: cases that hold every pair of traits, on 2, 3 and 4 ranks; minutes",
     )
-    what.add_argument("--state", type=Path, metavar="DIR", help="state directory of --pairs; default: .fsdp-pairs/NAME")
+    what.add_argument(
+        "--state", type=path_of, metavar="DIR", help="state directory of --pairs; default: .fsdp-pairs/NAME"
+    )
     what.add_argument(
         "--extended", action="store_true", help="with --world-size: hybrid sharding too, if 4 is among them"
     )
@@ -81,7 +84,7 @@ def add(commands: Subparsers[Command]) -> Command:
     add_jobs(what, "checks")
     what.add_argument(
         "--expected-failures",
-        type=Path,
+        type=path_of,
         metavar="FILE",
         help="TOML: known failures, a table for each NAME that says how and why a check fails, or a list of defects "
         "(docs/exit-codes.md); `shipped` is the list of fsdp-testing itself",
@@ -102,10 +105,10 @@ def add_report_outputs(command: Command) -> None:
     out = command.add_argument_group("output")
     add_html(out)
     add_json(out, "the report")
-    out.add_argument("--junit", type=Path, metavar="FILE", help="write JUnit XML")
+    out.add_argument("--junit", type=path_of, metavar="FILE", help="write JUnit XML")
     out.add_argument(
         "--compare",
-        type=Path,
+        type=path_of,
         metavar="OLD.json",
         help="an earlier report: show which failures are new or gone, and the first date of the others",
     )

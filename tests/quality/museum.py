@@ -1,8 +1,10 @@
 """`fsdp-verify museum`: plant real bugs of the field, one at a time, and see whether the harness catches each.
 
 Exit code 0 if every one is caught by each check that must catch it (and with --fuzz is met by random cases), 1 if one
-escapes. The command line is that of the package, which calls `main` in a checkout.
+escapes.
 """
+
+# The command line is that of the package, which calls `main` in a checkout.
 
 from __future__ import annotations
 

@@ -289,8 +289,10 @@ def test_a_bad_list_of_expected_failures_is_refused(
     ("arguments", "said"),
     [
         ((), "got none"),
-        (("torch-ddp", "--explain", "-1"), "expected a positive number of seconds, got '-1'"),
-        (("torch-ddp", "--explain", "soon"), "expected a positive number of seconds, got 'soon'"),
+        (("torch-ddp", "--explain", "-1"), "expected a number of seconds, 0 or more, got '-1'"),
+        (("torch-ddp", "--explain", "soon"), "expected a number of seconds, 0 or more, got 'soon'"),
+        (("torch-ddp", "--json", ""), "argument --json: expected a path, got ''. The current folder is `.`"),
+        (("torch-ddp", "--pairs", "--state", " "), "argument --state: expected a path, got ' '"),
         (("--all", "torch-ddp"), "got both"),
         (("no-such-name",), "'no-such-name'"),
         (("absent_module:attribute",), "absent_module"),
