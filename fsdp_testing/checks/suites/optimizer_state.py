@@ -97,9 +97,10 @@ CHECKS: tuple[Check, ...] = (
     saved("optim_state.rates_in_tensors", "Changing a learning rate in its tensor leaves the state that was loaded as it is.",
           cases("mlp", *iteration(0), optimizer=replace(ADAMW, name="adamw_tensor_lr")),
           source="torch.optim.Optimizer.load_state_dict, which copies groups", needs={"optim_state"}, mode=RATES_IN_TENSORS),
-    saved("optim_state.of_one_process", "State that one process trained further is loaded.",
-          cases("uneven strided", *iterations(2), Reload(through=Batch(7)), Observe(), *iterations(2, first=2),
-                optimizer=ADAMW), source="torch.optim.Optimizer.state_dict of a model that nothing wraps", sizes=ODD),
+    *(saved(f"optim_state.of_one_process{of}", f"State that one process trained further is loaded{what}.",
+            cases(model, *iterations(2), Reload(through=Batch(7)), Observe(), *iterations(2, first=2), optimizer=ADAMW),
+            source="torch.optim.Optimizer.state_dict of a model that nothing wraps", sizes=ODD)
+      for of, what, model in (("", "", "uneven"), ("_strided", ", of weights that are not contiguous, too", "strided"))),
     saved("optim_state.without_groups", "A state without `param_groups` is loaded, and settings stay; or it is refused.",
           cases("mlp", *iteration(0), Observe(NO_GROUPS), optimizer=ADAMW),
           source="fsdp_ref.checkpoint.optim_load", needs={"optim_state"}, mode=WITHOUT_GROUPS),

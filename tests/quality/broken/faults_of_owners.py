@@ -72,6 +72,15 @@ class OneStepForAll(MoreToy):
         return saved
 
 
+@planted(COMPOSABLE, optim_load._Loading, "state", "optim_state.of_one_process_strided")
+def moments_backwards(original: Any, loading: Any) -> dict[Any, dict[str, Any]]:
+    """Moments of every second parameter are loaded backwards."""
+    state: dict[Any, dict[str, Any]] = original(loading)
+    for entries in list(state.values())[::2]:
+        entries["exp_avg"] = entries["exp_avg"].flip(0)
+    return state
+
+
 @planted(COMPOSABLE, optim_load._Loading, "state", "optim_state.entries_of_users")
 def numbers_in_float32(original: Any, loading: Any) -> dict[Any, dict[str, Any]]:
     """Numbers in tensors are loaded in 32 bits."""
