@@ -3,7 +3,6 @@
 Run with torch alone: python fsdp1-shared-step.py
 """
 
-import io
 import tempfile
 
 import torch
@@ -19,12 +18,6 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
-def through_file(state):
-    file = io.BytesIO()
-    torch.save(state, file)
-    return torch.load(io.BytesIO(file.getvalue()))
-
-
 def main(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
@@ -32,7 +25,8 @@ def main(rank: int, folder: str) -> None:
     model = FSDP(nn.Linear(4, 4), use_orig_params=False, device_id=torch.device("cpu"))
     optimizer = torch.optim.Adam(model.parameters())
     trained(model, optimizer)
-    saved = through_file(FSDP.optim_state_dict(model, optimizer))
+    torch.save(FSDP.optim_state_dict(model, optimizer), f"{folder}/{rank}.pt")
+    saved = torch.load(f"{folder}/{rank}.pt")
     plain = nn.Linear(4, 4)
     adam = torch.optim.Adam(plain.parameters())
     names = [name for name, _ in plain.named_parameters()]
