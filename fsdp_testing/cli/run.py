@@ -73,9 +73,7 @@ def add(commands: Subparsers[Command]) -> Command:
         action="store_true",
         help="in place of checks: cases that hold every pair of traits, on 2, 3 and 4 ranks; minutes",
     )
-    what.add_argument(
-        "--state", type=path_of, metavar="DIR", help="state directory of --pairs; default: .fsdp-pairs/NAME"
-    )
+    what.add_argument("--state", type=path_of, metavar="DIR", help="state of --pairs; default: .fsdp-pairs/NAME")
     what.add_argument(
         "--extended", action="store_true", help="with --world-size: hybrid sharding too, if 4 is among them"
     )
