@@ -243,8 +243,8 @@ def conclusion(report: RunReport) -> str:
     unasked = idle(report)
     if code == 3 and (unasked or not report.results) and not report.count(Verdict.UNKNOWN):
         whose = f" of {', '.join(unasked)}" if unasked else ""
-        why = next((f" ({result.explanation})" for result in report.results if result.explanation), "")
-        return f"no claim{whose} was checked: no verdict{why}"
+        whys = (f" ({r.explanation})" for r in report.results if r.implementation in unasked and r.explanation)
+        return f"no claim{whose} was checked: no verdict{next(whys, '')}"
     foreseen = report.count(Verdict.EXPECTED_FAILURE)
     if code == 0 and foreseen:
         return f"no new failure; {numbered(foreseen, 'check')} failed as expected"

@@ -277,7 +277,13 @@ def of_difference(reference: WholeRun, run: WholeRun, difference: Difference) ->
     return (
         (between_steps.OF_EACH_STEP if run.averaged else "")
         or _by_design(run, difference)
-        or evidence.of_rate(difference, run.size, begins=_begins(reference, difference))
+        or evidence.of_rate(
+            difference,
+            run.size,
+            begins=_begins(reference, difference),
+            regrouped=len({world.quantities[RATE][0].numel() for world in (reference, run) if RATE in world.quantities})
+            > 1,
+        )
         or _kept(reference, run, difference)
         or (step >= 0 and _of_step(reference, run, step))
         or ("" if run.shares_work else evidence.between_sizes(reference.evidence, run.evidence, run.size, in_step))

@@ -8,6 +8,7 @@ on the rows of the ranks. Functions and models take the same global rows on ever
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from fsdp_testing.cases.records import Verdict
@@ -174,8 +175,8 @@ def _judge_with_rows(runner: Runner, runs: dict[int, WholeRun], size: int) -> Ju
     start = ""
     try:
         pair, start = _with_same_start(pair)
-        pair = with_scaled_losses(pair, alone)
-        compared = _compared(pair)
+        as_it_is, pair = pair, with_scaled_losses(pair, alone)
+        pair, compared = _compared_or_as_it_is(pair, as_it_is)
     except Failed as why:
         itself = Pair(runner, alone, run, Feed())
         if pair.feed.source is None or to_follow(accept) or not computes_the_same(itself):
@@ -203,6 +204,17 @@ def _scaled(pair: Pair, alone: WholeRun) -> str:
         by = constant_divisor(pair, alone)
         says = f"It divides sums over its rows by {by:g}, a constant of a rank's batch"
     return f". {says}, so each of its losses was divided by {pair.run.size} more"
+
+
+def _compared_or_as_it_is(scaled: Pair, pair: Pair) -> tuple[Pair, Compared]:
+    """Compare with losses of one process that count as a rank's; or as they are, where ranks sum their gradients."""
+    try:
+        return scaled, _compared(scaled)
+    except Failed:
+        if scaled is not pair:
+            with suppress(Failed):
+                return pair, _compared(pair)
+        raise
 
 
 def _compared(pair: Pair) -> Compared:

@@ -209,17 +209,18 @@ def of_dtypes(ranks: Sequence[Steps]) -> str:
     return ""
 
 
-def of_rate(difference: Difference, size: int, *, begins: bool = True) -> str:
+def of_rate(difference: Difference, size: int, *, begins: bool = True, regrouped: bool = False) -> str:
     """Return the cause where the first difference of a world of `size` is a learning rate; empty where it is not.
 
     Args:
         difference: The first.
         size: Number of ranks.
         begins: Whether all rates were zero before.
+        regrouped: Whether the optimizer has another number of groups.
     """
     if difference.quantity.kind is not Kind.RATE:
         return ""
-    if difference.error is None:
+    if regrouped:
         return (
             "Cause: the optimizer has another number of groups of parameters than in one process. Wrappers change names: in DDP "
             "each begins with `module.`. Make groups from the model's names before it is wrapped, or look for parts of names."

@@ -7,7 +7,8 @@ the same on all ranks, though their rows are not, was reduced by the script, and
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -114,13 +115,28 @@ def is_loss(run: WholeRun, rank: int, numbers: torch.Tensor) -> bool:
     """Whether numbers are the losses of a rank: of steps or of passes, in their order, or of each second one, and so on."""
     steps = [seen.losses for seen in run.ranks[rank].steps]
     for wanted in ([sum(step) for step in steps], [loss for step in steps for loss in step]):
-        for first, stride in ((begin, by) for by in range(1, len(wanted) + 1) for begin in range(by)):
-            logged = wanted[first::stride]
-            count = min(len(logged), len(numbers))
-            # One number alone may be the loss of some step by chance.
-            if count > (stride > 1) and _near(torch.tensor(logged[:count], dtype=torch.float64), numbers[:count]):
-                return True
+        if any(_begins_with(logged, numbers, least) for logged, least in _logged_as(wanted, len(numbers))):
+            return True
     return False
+
+
+def _logged_as(wanted: Sequence[float], count: int) -> Iterator[tuple[Sequence[float], int]]:
+    """Yield what `count` numbers may be: all, or every second one and so on; and how many have to agree.
+
+    One number alone may be the loss of some step by chance.
+    """
+    yield wanted, 1
+    # So many numbers are logged at few strides alone.
+    for stride in range(2, len(wanted) // max(count - 1, 1) + 1):
+        for first in range(min(stride, len(wanted))):
+            if len(range(first, len(wanted), stride)) == count:
+                yield wanted[first::stride], 2
+
+
+def _begins_with(logged: Sequence[float], numbers: torch.Tensor, least: int) -> bool:
+    count = min(len(logged), len(numbers))
+    near = count and math.isclose(logged[0], float(numbers[0]), rel_tol=0.5)  # cheap, and rules out most
+    return bool(near) and count >= least and _near(torch.tensor(logged[:count], dtype=torch.float64), numbers[:count])
 
 
 def _near(one: torch.Tensor, other: torch.Tensor) -> bool:

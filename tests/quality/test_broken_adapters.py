@@ -8,6 +8,7 @@ from itertools import groupby
 from operator import itemgetter
 
 import faults_missed
+import faults_user_state
 import proving
 import pytest
 from every_fault import FAULTS
@@ -109,6 +110,11 @@ def test_a_case_that_is_not_claimed_without_the_fault_proves_nothing(monkeypatch
         registry, "load", lambda name: replace(load(name), capabilities=load(name).capabilities - {capability})
     )
     assert not passes_without(fault, check.name, case)
+
+
+def test_whoever_recomputes_by_forward_recomputes():
+    result = run_check(faults_user_state.BY_FORWARD.reference, "activation_checkpointing.recomputed")
+    assert result.verdict is Verdict.PASS, result.explanation
 
 
 def test_a_fault_is_named_by_its_number_or_its_name():

@@ -18,8 +18,13 @@ from fsdp_testing.errors import InvalidArgument
 def full_state_dict(model: nn.Module) -> Mapping[str, torch.Tensor]:
     """Return the unwrapped module's `state_dict`, by original names. Collectives: none."""
     state = naming.unwrapped(model).state_dict()
-    result = OrderedDict((naming.original(fqn), copy.deepcopy(value)) for fqn, value in state.items())
+    result = OrderedDict((naming.original(fqn), _copied(value)) for fqn, value in state.items())
     return with_versions(result, state, naming.original)
+
+
+def _copied(value: Any) -> Any:
+    # A deep copy of a tensor would copy all of its storage. What is no tensor is extra state.
+    return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
 
 
 def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:

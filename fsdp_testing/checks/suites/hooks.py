@@ -335,8 +335,14 @@ class ZeroingProgram(RankProgram):
 class StepsInBackward(RankProgram):
     """A program whose hooks step and clear each parameter as soon as its gradient is there, with an optimizer of its own.
 
-    What the case steps and clears later has no gradient left.
+    There is no other optimizer, and nothing else clears: where no hook runs, nothing is trained.
     """
+
+    def build_optimizer(self) -> None:
+        """Build none."""
+
+    def zero_grad(self, *, set_to_none: bool) -> None:
+        """Leave gradients as the hooks left them."""
 
     def _model_of(self, case: Case, flags: Mapping[str, bool]) -> nn.Module:
         model = super()._model_of(case, flags)

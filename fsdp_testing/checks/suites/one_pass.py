@@ -142,6 +142,8 @@ class KeepsGradients(RemarkingProgram):
             self.backward(self.call(Batch(11)).loss)
         held = [(fqn, piece.grad) for fqn, pieces in self.adapter.local_pieces(self.model).items() for piece in pieces]
         kept = [(fqn, grad, grad.clone()) for fqn, grad in held if grad is not None]
+        if not kept:
+            yield "are missing: after a backward this rank has none"
         self.zero_grad(set_to_none=True)
         with self._inside():
             self.backward(self.call(Batch(12)).loss)

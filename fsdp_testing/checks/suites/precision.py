@@ -321,7 +321,6 @@ PARAMETER_HOOKS: tuple[Check, ...] = (
     check("parameter_hooks.in_no_sync", "A hook that runs after accumulation is not called without a gradient in no_sync.",
           cases("mlp uneven", no_sync_batch(0), micro_batch(1), Observe(), optimizer=PLAIN_SGD),
           source="torch.Tensor.register_post_accumulate_grad_hook", needs={"accumulation_hooks"}, mode=AFTER_ACCUMULATION),
-    # The optimizer of the case has no state: it only ever finds parameters without gradients.
     check("parameter_hooks.steps_in_backward", "Hooks may step and clear each parameter in backward, one optimizer for each.",
           *(cases("mlp uneven", *iterations(3), forward(5), optimizer=optimizer) for optimizer in (PLAIN_SGD, ADAMW)),
           source="torch.Tensor.register_post_accumulate_grad_hook", needs={"accumulation_hooks"}, mode=STEPS_IN_BACKWARD,

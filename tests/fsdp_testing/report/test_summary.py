@@ -97,6 +97,11 @@ def test_nothing_checked_is_never_a_success(make: SimpleNamespace) -> None:
     idle = RunReport(results=(make.result("a", "s.c", Verdict.NOT_CLAIMED),))
     assert summary.report_exit_code(idle) == 3
     assert summary.conclusion(idle) == "no claim of a was checked: no verdict"
+    why = replace(make.result("b", "s.c", Verdict.NOT_CLAIMED), explanation="has no case for world size 5")
+    other = replace(make.result("a", "s.c", Verdict.PASS), explanation="of another")
+    assert summary.conclusion(RunReport(results=(other, why))).endswith(
+        "no claim of b was checked: no verdict (has no case for world size 5)"
+    )
     lost = RunReport(results=(make.result("a", "s.c", Verdict.PASS),), implementations=("a", "lost"))
     assert summary.report_exit_code(lost) == 3
     assert "lost" in summary.conclusion(lost)

@@ -56,6 +56,12 @@ def test_batches_of_a_budget_that_ranks_take_in_turn_count_as_those_of_one_proce
     assert "It divides sums over its rows by 12, a constant of a rank's batch" in str(report)
 
 
+def test_ranks_that_add_up_gradients_of_sums_are_one_process_as_it_is():
+    report = judge("--whole", "--divide", "budget", "--sums")
+    assert report.verdict is Verdict.PASS, str(report)
+    assert "a constant of a rank's batch" not in str(report)
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

@@ -14,6 +14,7 @@ arguments.add_argument("--divide", default="loss", choices=("loss", "length", "g
 arguments.add_argument("--batch", type=int, default=4)
 arguments.add_argument("--one-backward", action="store_true", help="of the sum of the losses")
 arguments.add_argument("--whole", action="store_true", help="no micro-batches; the loss is a sum over rows")
+arguments.add_argument("--sums", action="store_true", help="adds up the gradients of the ranks")
 arguments.add_argument("--slices", action="store_true", help="takes two micro-batches, however many rows there are")
 arguments.add_argument("--mistake", default="none", choices=("none", "world size", "no_sync", "layer"))
 options = arguments.parse_args()
@@ -66,6 +67,9 @@ for inputs, targets in loader:
         total += loss.item()
     if options.one_backward:
         (sum(kept) / PASSES).backward()
+    if options.sums:
+        for parameter in model.parameters():
+            parameter.grad *= dist.get_world_size()
     if options.divide == "gradients":
         for parameter in model.parameters():
             parameter.grad /= PASSES

@@ -13,6 +13,7 @@ import bugs_unsharded_state  # noqa: F401 - registers its faults
 import faults_access  # noqa: F401 - registers its faults
 import faults_around  # noqa: F401 - registers its faults
 import faults_claims  # noqa: F401 - registers its faults
+import faults_combinations  # noqa: F401 - registers its faults
 import faults_compiled  # noqa: F401 - registers its faults
 import faults_gradients  # noqa: F401 - registers its faults
 import faults_kinds  # noqa: F401 - registers its faults
@@ -21,8 +22,6 @@ import faults_missed  # noqa: F401 - registers its faults
 import faults_missed_later  # noqa: F401 - registers its faults
 import faults_models  # noqa: F401 - registers its faults
 import faults_of_engines  # noqa: F401 - registers its faults
-import faults_of_kinds_together  # noqa: F401 - registers its faults
-import faults_of_owners  # noqa: F401 - registers its faults
 import faults_of_pairs  # noqa: F401 - registers its faults
 import faults_optimizers  # noqa: F401 - registers its faults
 import faults_options  # noqa: F401 - registers its faults
@@ -35,6 +34,7 @@ import faults_state  # noqa: F401 - registers its faults
 import faults_streams  # noqa: F401 - registers its faults
 import faults_trace  # noqa: F401 - registers its faults
 import faults_user_code  # noqa: F401 - registers its faults
+import faults_user_state  # noqa: F401 - registers its faults
 import toy_engine  # noqa: F401 - registers its faults
 from fault import FAULTS
 

@@ -1,22 +1,25 @@
-"""Faults in what belongs to the user and what to the implementation: gradients, hooks, inputs, rates, modes, extra state."""
+"""Faults that change what belongs to the user: kept gradients, hooks, inputs, groups, modes, extra state."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from fault import fault
 from faults_kinds import kind
-from planting import planted
+from planting import instead, planted, planting, with_fault
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from toy import Toy
 from toy_more import MoreAdapter, MoreToy
 
 from fsdp_ref.checkpoint import model_state, optim_load
 from fsdp_ref.handle.flat_handle import FlatHandle
 from fsdp_ref.runtime import backward, root
+from fsdp_testing.adapters.shared import fsdp_options
 from fsdp_testing.cases.models import tensors_in
 
 COMPOSABLE = "fsdp_ref-composable"
@@ -165,3 +168,18 @@ class ReducesInTheFirst(Toy):
     def mean(self, fqn: str, contribution: torch.Tensor) -> torch.Tensor:
         first = next(iter(self.full.values())).dtype
         return super().mean(fqn, contribution.to(first)).to(contribution.dtype)
+
+
+def recompute_by_forward(_original: Any, module: nn.Module, names: Any, *, reentrant: bool) -> None:
+    """Recompute by calling the class's `forward`, so that no hook of a user runs again: no fault."""
+    for part in map(module.get_submodule, names):
+        forward = partial(type(part).forward, part)
+        part.forward = partial(checkpoint, forward, use_reentrant=reentrant)
+
+
+BY_FORWARD = with_fault(
+    "fsdp_ref-wrapper",
+    planting((fsdp_options, "checkpoint_modules", instead(recompute_by_forward))),
+    "recomputes by forward",
+    "faults_user_state:BY_FORWARD",
+)

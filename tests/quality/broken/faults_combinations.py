@@ -125,7 +125,7 @@ class FrozenKeepGradients(Toy):
 
 
 @fault("training.in_evaluation")
-class EvaluatedStaysLocal(Toy):
+class EvaluatedForgets(Toy):
     """What a model in evaluation accumulates is forgotten at its next backward."""
 
     def accumulate(self, fqn: str, gradient: torch.Tensor) -> None:
