@@ -121,13 +121,30 @@ class Cases(Base):
     def test_fails_exit_code(self):
         sys.exit(3)
 
+    def test_fails_exit_of_one(self):
+        if self.rank:
+            sys.exit(0)
+
+    def test_fails_other_sums(self):
+        self.join()
+        try:
+            dist.all_reduce(torch.ones(1), op=dist.ReduceOp.MAX if self.rank else dist.ReduceOp.SUM)
+        except RuntimeError:
+            pass
+
 
 class CasesOfExits(Base):
     def setUp(self):
         super().setUp()
-        self.special_return_code_checks = {self.test_aborts.__wrapped__: -signal.SIGABRT}
+        aborts = self.test_aborts, self.test_fails_exit_of_a_process
+        self.special_return_code_checks = {getattr(test, "__wrapped__", test): -signal.SIGABRT for test in aborts}
 
     def test_aborts(self):
+        os.abort()
+
+    def test_fails_exit_of_a_process(self):
+        if self.rank:
+            os._exit(0)
         os.abort()
 
 
@@ -178,6 +195,9 @@ class Continuous(MultiProcContinuousTest):
     def test_c_fails(self):
         assert self.rank == 0
 
+    def test_c_fails_exit(self):
+        sys.exit(0)
+
     def test_d_goes_on_in_new_ones(self):
         total, pids = self.note()
         assert total == 2 and len(pids) == 1
@@ -206,7 +226,7 @@ def test_torchs_classes_end_as_their_processes_did(run_folder, tmp_path: Path) -
     meant = {"test_c_fails"} | {name for name in found if "_fails_" in name}
     # os.abort of rank 0 where nothing was announced is a death like any other.
     assert failed == meant | {"test_special_exit"}, verdict.text
-    assert len(meant) == 10
+    assert len(meant) == 14
     assert found.pop("test_expected_failure") == "XFAIL"
     assert verdict.skipped == 3
     # Torch 2.15 says "accelerator" where earlier releases say "CUDA".
@@ -217,6 +237,9 @@ def test_torchs_classes_end_as_their_processes_did(run_folder, tmp_path: Path) -
     assert "test_classes/torch_classes.py:" not in verdict.text, "what the ranks raised comes first, not our frames"
     assert "rank 1 died by SIGKILL" in verdict.text
     assert "rank 0 ended with exit code 0; rank 1 ended with exit code 74" in verdict.text
+    assert "rank 1 raised SystemExit: 0" in verdict.text
+    assert "rank 1 died with exit code 0" in verdict.text
+    assert "ranks disagree: collective #1 of the default group differs: rank 0 issued all_reduce(sum)" in verdict.text
     assert "got no process" in verdict.text
     assert "got a class that overrides _join_processes" in verdict.text
     assert re.search(r"test_leak: ranks 0, 1 left thread: thread 'left' \(daemon\)", verdict.text)

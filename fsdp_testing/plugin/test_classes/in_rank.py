@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import traceback
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from fsdp_testing.base import env
@@ -47,6 +49,7 @@ def exit_of(call: Callable[[], object], error_code: int, quiet: frozenset[int] |
 
     Raises:
         Exception: The test's exception, whether it left the call or became the `error_code`.
+        SystemExit: The test's, of code 0: what follows the exit was not run. Classes end their own `_run` with this code.
     """
     try:
         call()
@@ -56,9 +59,17 @@ def exit_of(call: Callable[[], object], error_code: int, quiet: frozenset[int] |
         if code == error_code and isinstance(reason, Exception):
             reason.__context__ = None
             raise reason from reason.__cause__
+        if not code and quiet is not None and 0 not in quiet and _left_the_test(end):
+            raise
         ended = Ended(code, str(reason) if reason is not None and code else "")
         return ended if quiet is None or code in quiet or not code else Failed(ended)
     return Ended()
+
+
+def _left_the_test(end: SystemExit) -> bool:
+    """Return whether the exit came from below the called method, and not from the method or those that it overrides."""
+    frames = [frame.f_code.co_name for frame, _ in traceback.walk_tb(end.__traceback__)][1:]
+    return len(set(frames)) > 1
 
 
 def run_process(
@@ -78,19 +89,19 @@ def run_process(
     pipe = Pipe()
     with contextlib.closing(pipe), env.temporary({"TORCH_SHOW_CPP_STACKTRACES": env.get("TORCH_SHOW_CPP_STACKTRACES")}):
         given = tuple(pipe if argument is None else argument for argument in args)
-        return exit_of(lambda: function(*given, **kwargs), error_code, quiet)
+        return exit_of(partial(function, *given, **kwargs), error_code, quiet)
 
 
 def begin_class(holder: Target, method: str, size: int, rendezvous: str, quiet: frozenset[int]) -> Any:
     """Make the group of a class whose processes stay for all its tests."""
     cls: Any = resolve(holder)
     cls.rank, cls.world_size = current_world().rank, size
-    return exit_of(lambda: getattr(cls, method)(cls.rank, size, rendezvous), -1, quiet)
+    return exit_of(partial(getattr(cls, method), cls.rank, size, rendezvous), -1, quiet)
 
 
 def run_test_of_class(holder: Target, method: str, test_id: str, quiet: frozenset[int]) -> Any:
     """Run one test of such a class."""
-    return exit_of(lambda: getattr(resolve(holder), method)(test_id), -1, quiet)
+    return exit_of(partial(getattr(resolve(holder), method), test_id), -1, quiet)
 
 
 def run_object(holder: Target, method: str, payload: bytes, last: str) -> Ended:

@@ -117,7 +117,7 @@ class Processes:
             args: Sent to each process.
             name: The test, for messages.
             timeout: Seconds until a process counts as hung; None: no limit.
-            accepted: Exit codes that the test declares good; None: any code that all processes share.
+            accepted: Codes besides 0 with which a process may end, by `os._exit` too; None: any code that all processes share.
             lasting: As in `PooledWorld.execute`; None: nothing is compared.
 
         Returns:
@@ -133,7 +133,8 @@ class Processes:
         self.seconds = time.monotonic() - started
         ended = [_ended(rank, accepted) for rank in outcome.ranks]
         known = [each for each in ended if each is not None]
-        if len(known) < len(ended) or (accepted is None and len({each.code for each in known}) > 1):
+        disagree = outcome.diagnosis is not None or len({each.code for each in known}) > 1
+        if len(known) < len(ended) or (accepted is None and disagree):
             raise WorldFailed(_exit_codes(outcome) + outcome.describe(), outcome)
         _show_output(outcome)
         _report_leaks(name, outcome)
@@ -153,7 +154,7 @@ class Processes:
 def _ended(rank: RankOutcome, accepted: Callable[[int], bool] | None) -> Ended | None:
     """Return how a process ended; None if it ended badly."""
     if isinstance(rank.value, Ended):
-        return rank.value if accepted is None or accepted(rank.value.code) else None
+        return rank.value if accepted is None or not rank.value.code or accepted(rank.value.code) else None
     if rank.fate is Fate.DIED and accepted is not None:
         code = rank.exit_code if rank.signal_name is None else -_signal_number(rank.signal_name)
         return Ended(code) if code is not None and accepted(code) else None

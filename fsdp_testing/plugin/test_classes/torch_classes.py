@@ -158,7 +158,7 @@ def _accepted(case: Any, fn: Callable[[], object]) -> Callable[[int], bool] | No
     if fn in case.skip_return_code_checks:
         return lambda code: True
     special = _expected(case, fn)
-    return (lambda code: code in (0, *special)) if special else None
+    return (lambda code: code in special) if special else None
 
 
 def _raise_skip(first: Ended, *, only_generic: bool = False) -> None:

@@ -223,7 +223,8 @@ def cause_of(ranks: Sequence[RankOutcome], members: Members, deadline: float | N
             return Refused(rank.rank, rank.error)
     if died and not own:
         alike = [rank for rank in died if rank.ending() == died[0].ending()]
-        return _ended_badly(alike, ranks, members)
+        # Backends abort where sizes differ, on another rank than the one that swallowed the refusal.
+        return first_difference(ranks, members) or _ended_badly(alike, ranks, members)
     if raised:
         alike = [rank for rank in raised if rank.ending() == raised[0].ending()]
         late = _late_peer(raised[0], ranks, members)
@@ -307,6 +308,17 @@ def _hung_cause(ranks: Sequence[RankOutcome], deadline: float | None) -> Cause |
     least = min(totals.values())
     behind = tuple(rank for rank, total in totals.items() if total == least) if len(set(totals.values())) > 1 else ()
     return Hung(tuple(totals), deadline, behind, tuple((r.rank, r.last_collective()) for r in ranks))
+
+
+def different_collectives(ranks: Sequence[RankOutcome], members: Members) -> Diverged | None:
+    """Return different collectives of ranks that issued equally many on a group, also if they are no longer recorded."""
+    found = first_difference(ranks, members)
+    for key, group in () if found else members.items():
+        if len({_issued(rank, key) for rank in ranks if rank.rank in group}) == 1 and _digests_differ(
+            ranks, key, group
+        ):
+            return Diverged(_label(ranks, key))
+    return found
 
 
 def _uneven_cause(ranks: Sequence[RankOutcome], members: Members) -> Cause | None:

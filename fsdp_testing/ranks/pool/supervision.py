@@ -17,7 +17,7 @@ from typing import Any
 
 from fsdp_testing.base.backends import backend_named
 from fsdp_testing.ranks.ledger.reading import RankLedger
-from fsdp_testing.ranks.pool.cause import NotJoined, cause_of
+from fsdp_testing.ranks.pool.cause import NotJoined, cause_of, different_collectives
 from fsdp_testing.ranks.pool.channel import dumps, loads
 from fsdp_testing.ranks.pool.jobs import Exit, Job, Report
 from fsdp_testing.ranks.pool.outcome import ErrorRecord, Fate, RankOutcome, WorldOutcome, account_lines
@@ -116,12 +116,10 @@ class Supervision:
         outcomes = tuple(
             self._outcome(watch, ledger, hung=watch in hung) for watch, ledger in zip(watches, ledgers, strict=True)
         )
-        # If ranks may issue different collectives, a missing one proves nothing.
-        members: dict[int, tuple[int, ...]] = {}
-        if self.lockstep:
-            for ledger in ledgers:
-                members.update(ledger.members)
-        cause = cause_of(outcomes, members, self.timeout if passed_deadline else None)
+        members = {key: ranks for ledger in ledgers for key, ranks in ledger.members.items()}
+        # If ranks make groups of their own, a missing collective proves nothing; a different one does.
+        cause = cause_of(outcomes, members if self.lockstep else {}, self.timeout if passed_deadline else None)
+        cause = cause or different_collectives(outcomes, members)
         if late:
             cause = NotJoined(tuple(watch.process.rank for watch in late), _JOIN_SECONDS)
         return WorldOutcome(self.job.name, self.size, self.backend, outcomes, cause, time.monotonic() - started)

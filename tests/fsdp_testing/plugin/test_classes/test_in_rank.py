@@ -44,6 +44,27 @@ def test_ends(call: Callable[[], None], ended: object) -> None:
     assert exit_of(call, 10, frozenset({74, 86})) == ended
 
 
+def _run() -> None:
+    sys.exit(0)
+
+
+@pytest.mark.parametrize("code", [0, None, False])
+def test_a_test_that_exits_has_not_passed(code: object) -> None:
+    def body() -> None:
+        sys.exit(code)  # type: ignore[arg-type]
+
+    def call() -> None:
+        body()
+
+    with pytest.raises(SystemExit):
+        exit_of(call, 10, frozenset({74}))
+    assert exit_of(call, 10, frozenset({0})) == exit_of(call, 10, None) == Ended(0), "declared by the test"
+
+
+def test_a_class_may_end_its_own_call_by_an_exit() -> None:
+    assert exit_of(_run, 10, frozenset()) == Ended(0)
+
+
 def test_any_end_is_quiet_where_the_test_declares_all_good() -> None:
     assert exit_of(lambda: sys.exit(3), 10, None) == Ended(3)
 

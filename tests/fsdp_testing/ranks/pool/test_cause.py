@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_testing.ranks.pool.cause import cause_of, find_stuck, first_difference
+from fsdp_testing.ranks.pool.cause import cause_of, different_collectives, find_stuck, first_difference
 from fsdp_testing.ranks.pool.outcome import CollectiveRecord, ErrorRecord, Fate, RankOutcome
 
 KEY, OTHER = 7, 8
@@ -50,6 +50,22 @@ def test_all_is_well() -> None:
 def test_a_death_explains_a_lost_connection() -> None:
     lost = raised(0, "RuntimeError", "[gloo] Connection closed by peer [127.0.0.1]", 1.0)
     assert cause_in_words(lost, died(1, 2.0)) == "rank 1 died by SIGKILL"
+
+
+def test_different_collectives_explain_the_death_of_a_backend() -> None:
+    issued = collective(1, signature=2)
+    told = cause_in_words(died(0, 2.0, collective(1), name="SIGABRT"), outcome(1, Fate.RETURNED, issued))
+    assert told.startswith("ranks disagree: collective #1 of the default group differs: rank 0 issued")
+
+
+def test_ranks_with_groups_of_their_own_may_issue_more_but_no_other_collectives() -> None:
+    one = outcome(0, Fate.RETURNED, collective(1))
+    assert different_collectives([one, outcome(1, Fate.RETURNED)], MEMBERS) is None
+    assert different_collectives([one, outcome(1, Fate.RETURNED, collective(1), collective(2))], MEMBERS) is None
+    told = different_collectives([one, outcome(1, Fate.RETURNED, collective(1, signature=2))], MEMBERS)
+    assert told is not None and told.number == 1
+    lost = [outcome(rank, Fate.RETURNED, issued={KEY: 200}, digests={KEY: rank}) for rank in (0, 1)]
+    assert different_collectives(lost, MEMBERS) is not None, "the digests differ, long after"
 
 
 def test_an_exception_before_a_death_comes_first() -> None:
