@@ -144,6 +144,13 @@ def process_group_named(name: Any) -> Any:
     return _resolve_process_group(name)
 
 
+def maker_of_groups() -> tuple[Any, str]:
+    """Return module and name of what `new_group` calls: modules of torch import `new_group` itself, and so do users."""
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d, distributed_c10d._new_group_with_tag.__name__
+
+
 def collective_options() -> Any:
     """Return the module with the options classes of `ProcessGroup` methods; `torch.distributed` re-exports only some of them."""
     from torch._C import _distributed_c10d

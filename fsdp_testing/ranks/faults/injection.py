@@ -180,7 +180,7 @@ class Injection(AbstractContextManager["Injection"]):
         record = recorder.record
 
         def count(line: Line, call: Call, blocking: bool, attempt: Any = None) -> bool:
-            if _delivering.now:
+            if _delivering.now or not call.moves:
                 return record(line, call, blocking, attempt)
             fault = next((fault for fault in self._due("collective") if fault.kind in OF_CALLS), None)
             if attempt is None and fault is not None:

@@ -15,6 +15,7 @@ Installed in the process that ranks are forked from and never removed; without a
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import threading
 import weakref
@@ -25,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp_testing.base.compat import backend_select_key, keep_compiler_out
+from fsdp_testing.base.compat import backend_select_key, keep_compiler_out, maker_of_groups
 from fsdp_testing.errors import HarnessError
 from fsdp_testing.ranks.ledger import late_delivery, messages
 from fsdp_testing.ranks.ledger.readers import (
@@ -37,7 +38,7 @@ from fsdp_testing.ranks.ledger.readers import (
     reduce_op_among,
 )
 from fsdp_testing.ranks.ledger.recorder import Line, Listener, Recorder
-from fsdp_testing.ranks.ledger.records import GroupIdentity, group_identity
+from fsdp_testing.ranks.ledger.records import Call, GroupIdentity, group_identity, making_of_groups
 
 _BACKEND_SELECT = backend_select_key()
 _CPP_CALLERS = ("Reducer", "_broadcast_coalesced", "_verify_params_across_processes")
@@ -121,6 +122,8 @@ def install() -> None:
     for name, reader in METHODS.items():
         if name in dist.ProcessGroup.__dict__:
             setattr(dist.ProcessGroup, name, _recording(name, getattr(dist.ProcessGroup, name), reader))
+    module, name = maker_of_groups()
+    setattr(module, name, _comparing_members(getattr(module, name)))
     messages.watch()
     _stand_in_front_of("_c10d_functional", FUNCTIONAL)
     for name in _CPP_CALLERS:
@@ -183,6 +186,49 @@ def _recording(name: str, method: Callable[..., Any], reader: Callable[..., Any]
         return work
 
     return record_and_call
+
+
+def _comparing_members(make: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(make)
+
+    @functools.wraps(make)
+    def compare_and_make(*args: Any, **kwargs: Any) -> Any:
+        recorder = _active
+        call = None if recorder is None else _making(recorder, signature, args, kwargs)
+        if recorder is None or call is None:
+            return make(*args, **kwargs)
+        line = recorder.line(making_of_groups(recorder.world_size))
+        # Not as blocking: only members wait for each other, and no longer than they take to connect.
+        recorder.record(line, call, False)
+        number = line.number
+        recorder.taken()
+        try:
+            return make(*args, **kwargs)
+        except Exception:
+            recorder.withdraw(line, number)
+            raise
+
+    return compare_and_make
+
+
+def _making(recorder: Recorder, signature: inspect.Signature, args: tuple[Any, ...], kwargs: Any) -> Call | None:
+    """Return the call of `new_group` that all ranks must make alike; None if torch refuses it, or members alone make it."""
+    try:
+        given = signature.bind(*args, **kwargs).arguments
+        ranks = given.get("ranks")
+        members = tuple(range(recorder.world_size) if ranks is None else map(int, ranks))
+        if given.get("use_local_synchronization") or not _is_world_of(recorder):
+            return None
+    except (TypeError, ValueError):
+        return None
+    if len({*members}) < len(members) or not {*members} <= {*range(recorder.world_size)}:
+        return None
+    return _call_of_making(members if given.get("sort_ranks") is False else tuple(sorted(members)))
+
+
+@functools.cache  # a recorder knows a call by its identity
+def _call_of_making(members: tuple[int, ...]) -> Call:
+    return Call(("new_group", members), f"new_group {list(members)}", moves=False)
 
 
 def _call_watched(method: Callable[..., Any], group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -255,14 +301,18 @@ def _line_of(group: Any) -> Line | None:
     return line
 
 
+def _is_world_of(recorder: Recorder) -> bool:
+    """Whether members can be mapped to ranks of the world: the default group was not replaced by one with other ranks."""
+    return dist.get_rank() == recorder.rank and dist.get_world_size() == recorder.world_size
+
+
 def _make_line(group: Any) -> Line | None:
     recorder = _active
     if recorder is None:
         return None
     # One process stands for a rank of any world (backend `fake`), and no peer compares.
     alone = not recorder.compare and recorder.world_size == 1
-    if not alone and (dist.get_rank() != recorder.rank or dist.get_world_size() != recorder.world_size):
-        # The default group was replaced by one with other ranks: members cannot be mapped to ranks of the world.
+    if not alone and not _is_world_of(recorder):
         return None
     earlier = _identities.get(id(group))
     if earlier is not None:

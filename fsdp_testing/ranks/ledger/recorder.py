@@ -16,13 +16,20 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 from fsdp_testing.base.compat import other_threads
 from fsdp_testing.errors import CollectiveMismatch
 from fsdp_testing.ranks.ledger import deadlock
 from fsdp_testing.ranks.ledger.memory import ANYBODY, Area, LedgerMemory, OwnArea
-from fsdp_testing.ranks.ledger.records import WAITS_FOR_ALL, WAITS_FOR_NOBODY, Call, GroupIdentity, group_string
+from fsdp_testing.ranks.ledger.records import (
+    MAKING,
+    WAITS_FOR_ALL,
+    WAITS_FOR_NOBODY,
+    Call,
+    GroupIdentity,
+    group_string,
+)
 
 _MASK = (1 << 64) - 1
 _PAUSE_SECONDS = 0.001
@@ -31,6 +38,8 @@ _PAUSE_SECONDS = 0.001
 _READINGS = 3
 # How long torch may take to refuse a call: an exception with a C++ backtrace is slow on a busy machine.
 _ASKING_SECONDS = 3.0
+_SAME_COLLECTIVES = "All ranks of a group must issue the same collectives in the same order."
+_SAME_GROUPS = "All ranks must make the same groups in the same order, also groups that they are no members of."
 _NO_SITE = (0, "?", None)
 
 #: Name of a method of `ProcessGroup`, the group, the arguments.
@@ -70,6 +79,7 @@ class Recorder:
         self._words = self._area.words
         self._inside = self._area.inside_word
         self._epoch = 0
+        self._refusal = ""
         self._lines: dict[int, Line] = {}
         self._known: dict[Call, tuple[int, int]] = {}
         self._sites: dict[tuple[int, int], tuple[int, str, Any]] = {}
@@ -96,6 +106,7 @@ class Recorder:
     def start_job(self, epoch: int) -> None:
         """Begin job `epoch`: numbers start at 1 again."""
         self._epoch = epoch & 0xFFFFFFFF
+        self._refusal = ""
         self._lines.clear()
         self._deadlocks.forget()
         # Ids of strings are void once the area has made room.
@@ -136,8 +147,12 @@ class Recorder:
 
         Raises:
             CollectiveMismatch: When a peer issued another collective at the same place of the same group, or waits
-                in a collective of another group that this rank has not issued, while this one is about to wait too.
+                in a collective of another group that this rank has not issued, while this one is about to wait too; and
+                at every further call of this job.
         """
+        if self._refusal:
+            # What is issued now would meet a collective that the peers issued before it.
+            raise CollectiveMismatch(f"{self._refusal} This rank caught that error and went on to {call.text}.")
         number = line.number = line.number + 1
         slot = line.slot
         if slot is None:
@@ -148,7 +163,7 @@ class Recorder:
         # Numbers only: unlike texts, they have the same hash in every process.
         digest = line.digest = hash((line.digest, signature)) & _MASK
         site, where, _ = self._call_site()
-        if self.listener is not None:
+        if self.listener is not None and call.moves:
             self.listener(line.group, call, where)
         # Before the entry: a peer that finds the entry must find as well that torch may yet refuse it (`_confirm_difference`).
         self._words[self._inside] = mark
@@ -208,8 +223,7 @@ class Recorder:
                 # A deadlock lasts; a wait that was read half-written does not.
                 chain = self._deadlocks.find(line, awaited, self._epoch)
             if chain:
-                self._area.put_refused()
-                raise CollectiveMismatch(self._deadlocks.explain(chain, line))
+                self._refuse(self._deadlocks.explain(chain, line))
 
     def _find_peer(self, peer: list[Any], key: int) -> int | None:
         area: Area = peer[0]
@@ -268,8 +282,12 @@ class Recorder:
                 return
             if reading < _READINGS - 1:
                 time.sleep(_PAUSE_SECONDS)
+        self._refuse(self._explain_difference(line, peer))
+
+    def _refuse(self, why: str) -> NoReturn:
+        self._refusal = why
         self._area.put_refused()
-        raise CollectiveMismatch(self._explain_difference(line, peer))
+        raise CollectiveMismatch(why)
 
     def _explain_difference(self, line: Line, peer: list[Any]) -> str:
         area: Area = peer[0]
@@ -279,7 +297,7 @@ class Recorder:
             f"collective #{line.number} of the {line.group.label} differs: "
             f"rank {rank} issued {deadlock.entry_text(area, theirs)}; "
             f"rank {self.rank} issues {deadlock.entry_text(self._area, mine)}. "
-            "All ranks of a group must issue the same collectives in the same order."
+            + (_SAME_GROUPS if line.group.label == MAKING else _SAME_COLLECTIVES)
         )
 
 

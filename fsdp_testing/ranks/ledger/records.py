@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 WAITS_FOR_ALL = -1
@@ -36,6 +36,16 @@ def group_identity(name: str, members: tuple[int, ...], world_size: int, blockin
     return GroupIdentity(int.from_bytes(digest, "little"), label, members, blocking_host)
 
 
+MAKING = "making of groups"
+"""Label of what is compared of the calls of `new_group`: every rank makes them, members or not, and torch compares nothing."""
+
+
+def making_of_groups(world_size: int) -> GroupIdentity:
+    """Return what the ledger takes for a group of all ranks, on which each call of `new_group` is a collective."""
+    identity = group_identity("new_group", tuple(range(world_size)), world_size, blocking_host=True)
+    return replace(identity, label=MAKING)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Call:
     """One collective about to be issued; calls are compared by identity, the interception makes each once.
@@ -43,12 +53,14 @@ class Call:
     `what` is everything that must be equal on all members: operation, reduce op, root, dtype and sizes. `text` shows
     it. `waits_for` names the members without which a synchronous call cannot return: all (`WAITS_FOR_ALL`), one, by its rank
     in the group (the root of a broadcast), or none (`WAITS_FOR_NOBODY`: the root itself, which only sends). Members that a
-    backend merely happens to wait for do not count.
+    backend merely happens to wait for do not count. `moves` says that values are exchanged; what does not is compared, and
+    neither listeners nor faults are told of it.
     """
 
     what: tuple[Any, ...]
     text: str
     waits_for: int = WAITS_FOR_ALL
+    moves: bool = True
 
 
 def group_facts(strings: list[str]) -> dict[int, tuple[str, tuple[int, ...]]]:

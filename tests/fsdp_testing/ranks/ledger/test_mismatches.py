@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable
 
@@ -179,6 +180,63 @@ def test_groups_used_in_opposite_order_are_told(pool: Pool, function: Callable[[
     assert outcome.cause.startswith("ranks disagree: groups are used in opposite order: rank "), outcome.describe()
     assert outcome.cause.count(" waits in ") == size - 1
     assert Fate.HUNG not in {r.fate for r in outcome.ranks}, outcome.describe()
+
+
+def other_members() -> None:
+    dist.new_group([0, 1] if me() else [0])
+
+
+def other_members_of_three() -> None:
+    dist.new_group([0, 1] if me() else [0, 2])
+
+
+def members_of_halves() -> None:
+    dist.new_group([0, 1] if rank() < 2 else [2, 3])  # gloo connects them to each other: both have one name
+
+
+@pytest.mark.parametrize(
+    ("function", "size", "lists"),
+    [
+        (other_members, 2, ("[0]", "[0, 1]")),
+        (other_members_of_three, 3, ("[0, 2]", "[0, 1]")),
+        (members_of_halves, 4, ("[0, 1]", "[2, 3]")),
+    ],
+)
+def test_groups_of_other_members_are_told_at_once(
+    pool: Pool, function: Callable[[], None], size: int, lists: tuple[str, str]
+) -> None:
+    outcome = run(pool, function, size=size)
+    for members in lists:
+        assert re.search(
+            rf"rank \d issue[ds] new_group {re.escape(members)} at \S+:\d+ in {function.__name__}", outcome.cause
+        )
+    assert "ranks disagree: collective #1 of the making of groups differs: " in outcome.cause
+    assert Fate.HUNG not in {r.fate for r in outcome.ranks}, outcome.describe()
+
+
+def group_on_one_rank() -> None:
+    if not me():
+        dist.new_group([0, 1])
+
+
+def test_a_rank_that_makes_no_group_is_told(pool: Pool) -> None:
+    outcome = run(pool, group_on_one_rank)
+    assert re.match(r"rank 0 waits in new_group #1 \[0, 1\] on making of groups at .*; rank 1 returned", outcome.cause)
+
+
+def swallowed() -> None:
+    for operation in (other_size, dist.barrier):
+        with contextlib.suppress(RuntimeError if operation is dist.barrier else Exception):
+            operation()
+
+
+def test_what_follows_a_swallowed_mismatch_is_refused_with_it(pool: Pool) -> None:
+    outcome = run(pool, swallowed)
+    start = r"ranks disagree: collective #1 of the default group differs: .*float32\[[48]\].*float32\[[48]\]"
+    assert re.match(start + r".* This rank caught that error and went on to barrier\.$", outcome.cause), (
+        outcome.describe()
+    )
+    assert {r.fate for r in outcome.ranks} == {Fate.RAISED, Fate.STOPPED}, outcome.describe()
 
 
 def caught() -> str:
