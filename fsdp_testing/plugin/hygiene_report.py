@@ -62,9 +62,9 @@ class HygieneReport:
         """Add warnings, dirt, output and hints of one test."""
         self._warn(item, outcome)
         self._report_dirt(item, outcome, merged)
-        if self._config.option.capture == "no":
+        if self._config.getoption("capture", "no") == "no":
             self._show_output(outcome)
-        if self._config.option.usepdb and any(report.outcome == "failed" for report in merged):
+        if self._config.getoption("usepdb", False) and any(report.outcome == "failed" for report in merged):
             self._hint_at_rank_pdb(outcome, merged)
         self._stop_if_asked(item, outcome)
 

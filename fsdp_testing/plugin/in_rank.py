@@ -16,11 +16,12 @@ from typing import Any
 import pytest
 
 from fsdp_testing.base import env
-from fsdp_testing.errors import PoolBroken
+from fsdp_testing.errors import HarnessError, PoolBroken
 from fsdp_testing.plugin import pytest_compat, rank_debugger, rank_side, rank_template
 from fsdp_testing.plugin.rank_side import RankPlugin, RankTemporaryPaths, group_count
 from fsdp_testing.plugin.records import ItemTask, RankResult, WarningRecord
 from fsdp_testing.plugin.selection import shared_length
+from fsdp_testing.ranks.faults.fault import end_all, never_reached
 from fsdp_testing.ranks.pool import hygiene_leftovers
 from fsdp_testing.ranks.pool.channel import dumps, loads
 from fsdp_testing.ranks.pool.hygiene import take_snapshot
@@ -240,6 +241,10 @@ def call_function(
         snapshot = take_snapshot()
         try:
             payload = dumps(function(*args, **kwargs))
+            unreached = end_all()
         finally:
+            end_all()  # before the comparison: what a fault replaced is no leak of the call
             dirt = snapshot.restore()
+    if unreached:
+        raise HarnessError(never_reached(unreached))
     return payload, dirt, tuple(map(WarningRecord.of, recorded))

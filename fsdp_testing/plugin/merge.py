@@ -50,8 +50,11 @@ class Account:
         """
         if self.result is None:
             return str(self.outcome.fate)
-        if self.result.failed:
-            return "failed"
+        return "failed" if self.result.failed else self.without_teardown
+
+    @property
+    def without_teardown(self) -> str:
+        """The verdict of a rank that reported, and failed in its teardown at most."""
         own = [phase for phase in self.phases if phase.subtest is None]
         for phase in own:
             if phase.outcome == "skipped":
@@ -230,7 +233,12 @@ def _failure(outcome: WorldOutcome, accounts: Sequence[Account], location: tuple
     ]
     reports: list[Phase] = []
     only_teardown = outcome.diagnosis is None or all(a.outcome.fate is Fate.RETURNED for a in accounts)
-    reported = {account.verdict for account in accounts if account.result is not None}
+    # A rank that failed in its teardown alone is told there, not as one that disagrees.
+    reported = {
+        account.verdict if account in others else account.without_teardown
+        for account in accounts
+        if account.result is not None
+    }
     quiet = reported - {"failed"}
     # Reporting ranks ended differently, though not by plain failures.
     disagree = len(quiet) > 1 or bool(quiet - {"passed"} and "failed" in reported)
@@ -241,7 +249,8 @@ def _failure(outcome: WorldOutcome, accounts: Sequence[Account], location: tuple
             reports.append(Phase("setup", "passed", durations["setup"]))
         reports.append(Phase(when, "failed", durations[when], _account_of_all(outcome, accounts, location)))
     else:
-        reports.extend(Phase(when, "passed", durations[when]) for when in _whens(accounts) if when != "teardown")
+        merged = _alike(accounts) if len(reported) == 1 else _plain(accounts)
+        reports.extend(replace(report, sections=[]) for report in merged if report.when != "teardown")
     last = Phase("teardown", "passed", durations["teardown"])
     if teardown:
         last.fail(_teardown_text(teardown, accounts, location))

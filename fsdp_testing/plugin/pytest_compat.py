@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -188,8 +191,12 @@ def name_current_test_in_place(config: pytest.Config) -> None:
 
 def new_directory(config: pytest.Config, prefix: str) -> Path:
     """Make a directory in pytest's base for temporary files, for which pytest gives its factory to fixtures only."""
-    factory: pytest.TempPathFactory = config._tmp_path_factory  # type: ignore[attr-defined]  # set by pytest's tmpdir plugin
-    return factory.mktemp(prefix, numbered=True)
+    factory: pytest.TempPathFactory | None = getattr(config, "_tmp_path_factory", None)
+    if factory is not None:
+        return factory.mktemp(prefix, numbered=True)
+    made = Path(tempfile.mkdtemp(prefix=prefix))  # under `-p no:tmpdir`
+    config.add_cleanup(partial(shutil.rmtree, made, ignore_errors=True))
+    return made
 
 
 def draws_alike_everywhere(function: Callable[..., Any]) -> bool:

@@ -36,6 +36,12 @@ _NOTICING = (
 )
 _TORCHS_LOG = re.compile(r"\w+ +c10d-NullHandler-default:")
 _SET_PER_TEST = frozenset({"warnings filters", "logging"})
+_UNEXPECTED = "Unexpected success"  # pytest's report on a test that passed under `unittest.expectedFailure`
+
+
+def _expects_failure(item: pytest.Item) -> bool:
+    marked = "__unittest_expecting_failure__"
+    return any(getattr(getattr(item, owner, None), marked, False) for owner in ("obj", "cls"))
 
 
 def _plain(value: object) -> Any:
@@ -97,6 +103,8 @@ class RankPlugin:
         if misused and not named and hasattr(report, "wasxfail"):
             report.outcome = "failed"
             del report.wasxfail
+        if call.excinfo is not None and str(call.excinfo.value) == _UNEXPECTED and _expects_failure(item):
+            report.longrepr = f"{STRICT_XPASS}{_UNEXPECTED}"
         return report
 
     def _shorten(self, call: pytest.CallInfo[Any]) -> None:

@@ -181,6 +181,12 @@ async def test_without_ranks(number):
 """
 
 
+def test_pytests_own_plugins_may_be_off(run: Runner) -> None:
+    source = "@pytest.mark.world(2)\ndef test_ranks(world, tmp_path): assert tmp_path.exists()"
+    verdict = run(source, *(word for name in ("capture", "tmpdir", "debugging") for word in ("-p", f"no:{name}")))
+    assert verdict.counts() == (1, 0, 0), verdict.text
+
+
 @needs("pytest_asyncio")
 def test_pytest_asyncio_awaits_tests_and_fixtures_in_ranks(run: Runner) -> None:
     verdict = run("import asyncio\n" + ASYNC, "-o", "asyncio_mode=auto", then_next=True)

@@ -270,9 +270,25 @@ def test_not_reached(world):
     world.inject("crash@rank=1,step=7")
 
 @pytest.mark.world(2)
+def test_skips_before_it(world):
+    world.inject("crash@rank=1,step=8")
+    pytest.skip("on both ranks")
+
+@pytest.mark.world(2)
 def test_crash(world):
     with world.inject("crash@rank=1,collective=1"):
         dist.all_reduce(torch.ones(1))
+
+def reduces(fault):
+    from fsdp_testing import current_world
+    current_world().inject(fault)
+    dist.all_reduce(torch.ones(1))
+
+def test_of_a_function(worlds):
+    worlds(size=2).run(reduces, "corrupt@rank=1,collective=1")
+
+def test_not_reached_by_a_function(worlds):
+    worlds(size=2).run(reduces, "corrupt@rank=1,collective=2")
 """
 
 EXPECTED_TO_FAIL = """
@@ -297,13 +313,15 @@ def test_known(world):
 def test_a_mark_for_an_expected_failure_does_not_hide_a_fault_that_was_not_injected(run: Runner) -> None:
     verdict = run(EXPECTED_TO_FAIL, "-rA")
     assert "XFAIL" in verdict.text
-    assert "1 xfailed" in verdict.text, verdict.text
+    assert (verdict.xfailed, *verdict.counts()) == (2, 0, 1, 1), verdict.text
     assert "fault: expected KIND@rank=R" in verdict.text
     assert "fault crash@rank=1,step=7: expected a place that is reached" in verdict.text
 
 
 def test_what_a_test_injects_ends_with_it_and_has_to_be_reached(run: Runner) -> None:
     verdict = run(INJECTED, "--strict-hygiene", "-rA", then_next=True)
-    assert verdict.counts() == (3, 1, 1), verdict.text
+    assert (verdict.skipped, *verdict.counts()) == (1, 4, 2, 2), verdict.text
+    assert "ERROR test_ranks.py::test_skips_before_it" in verdict.text
+    assert "fault corrupt@rank=1,collective=2: expected a place that is reached" in verdict.text
     assert "fault crash@rank=1,step=7: expected a place that is reached, but the run ended before it" in verdict.text
     assert "rank 1 died by SIGKILL" in verdict.text

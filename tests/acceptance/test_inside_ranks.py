@@ -177,10 +177,18 @@ pytestmark = [pytest.mark.world(2), pytest.mark.xfail(strict=True, reason="known
 def test_fails_on_one(world): assert world.rank == 0
 def test_fails_on_all(world): assert world.rank == 5
 def test_passes(world): pass
+
+import unittest
+@unittest.expectedFailure
+class TestExpected(unittest.TestCase):
+    def test_one(self): assert dist.get_rank() == 0
+    def test_none(self): pass
 """,
         "-ra",
     )
-    assert (verdict.xfailed, verdict.failed, verdict.errors) == (2, 1, 0), verdict.text
+    assert (verdict.xfailed, verdict.failed, verdict.errors) == (3, 2, 0), verdict.text
+    assert "TestExpected::test_one - failed on rank 1, passed on rank 0" in verdict.text
+    assert "FAILED test_ranks.py::TestExpected::test_none - [XPASS(strict)] Unexp" in verdict.text
     assert "(failed on rank 1, passed on rank 0)" in verdict.text
     assert "FAILED test_ranks.py::test_passes - [XPASS(strict)] known" in verdict.text
 
