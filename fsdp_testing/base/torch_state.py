@@ -100,6 +100,13 @@ def print_options() -> dict[str, Any]:
     return vars(torch._tensor_str.PRINT_OPTS).copy()
 
 
+def validates_distributions() -> bool:
+    """Return what `Distribution.set_default_validate_args` has set; there is no getter."""
+    import torch
+
+    return torch.distributions.Distribution._validate_args
+
+
 def store_of_world() -> Any:
     """Return the store behind that of the default group, without prefixes; None if there is no group."""
     from torch.distributed import distributed_c10d

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from fsdp_testing.base import compat, torch_state
 from fsdp_testing.ranks.pool import targets
 from fsdp_testing.ranks.pool.hygiene_leftovers import LEFTOVER_PROBES, LIMITS, Probe
+from fsdp_testing.ranks.pool.hygiene_registries import REGISTRY_PROBES
 from fsdp_testing.ranks.pool.hygiene_settings import INSTALLED, PYTHON_PROBES
 from fsdp_testing.ranks.pool.hygiene_torch import TORCH_PROBES
 from fsdp_testing.ranks.pool.outcome import Dirt
@@ -262,6 +263,7 @@ _NAME_PROBES = (
 PROBES: tuple[Probe, ...] = (
     LIMITS,  # first: with a limit put back, more can be read
     *PYTHON_PROBES,
+    *REGISTRY_PROBES,
     *TORCH_PROBES,
     *_NAME_PROBES,  # after settings that hold a name too: `torch.Storage` follows the default dtype
     *LEFTOVER_PROBES,

@@ -124,6 +124,18 @@ def _umask() -> int:
     return value
 
 
+def _standard_descriptors() -> list[Any]:
+    return [_led_to(number) for number in range(3)]
+
+
+def _led_to(number: int) -> Any:
+    try:
+        there = os.fstat(number)
+    except OSError:
+        return "closed"
+    return there.st_dev, there.st_ino
+
+
 class _Hook:
     """A hook that pytest may replace for every phase of a test: any two of pytest's hooks count as the same."""
 
@@ -187,6 +199,7 @@ INTERPRETER = settings_probe(
     [
         Setting("working directory", _working_directory, os.chdir),
         Setting("umask", _umask, os.umask),
+        Setting("what descriptors 0 to 2 lead to", _standard_descriptors),
         *(attribute(sys, name) for name in ("stdin", "stdout", "stderr", "excepthook", "displayhook")),
         _hook(sys, "unraisablehook"),
         _hook(threading, "excepthook"),

@@ -86,6 +86,11 @@ DEFAULTS = settings_probe(
             torch_state.runs_backward_on_threads,
             torch.autograd.set_multithreading_enabled,
         ),
+        Setting(
+            "validation of distributions",
+            torch_state.validates_distributions,
+            torch.distributions.Distribution.set_default_validate_args,
+        ),
         Setting("print options", torch_state.print_options, lambda options: torch.set_printoptions(**options)),
         *(
             Setting(
@@ -153,7 +158,8 @@ def _tell_groups(before: tuple[Any, list[Any], int], now: tuple[Any, list[Any], 
     for group in now[1]:
         if group not in before[1]:
             ranks = dist.get_process_group_ranks(group)
-            name = getattr(group, "group_desc", "") or getattr(group, "group_name", "")
+            given = getattr(group, "group_desc", "")
+            name = given if given not in ("", "undefined") else getattr(group, "group_name", "")
             yield f"process group {name!r} of ranks {ranks} was not destroyed"
     for group in before[1]:
         if group not in now[1]:

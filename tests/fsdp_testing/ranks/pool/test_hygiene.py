@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import contextvars
+import copyreg
 import faulthandler
 import gc
 import hashlib
 import logging
+import logging.config
 import os
 import random
 import signal
@@ -19,6 +22,7 @@ import threading
 import types
 import warnings
 from collections.abc import Callable, Iterator
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,6 +47,11 @@ def _private_temporary_directory(tmp_path: Path) -> Iterator[None]:
     hygiene_leftovers.TEMPORARY.use(tmp_path / "own")
     yield
     hygiene_leftovers.TEMPORARY.path, tempfile.tempdir = before
+
+
+LOGGER = logging.getLogger("of.a.user")
+REQUEST = contextvars.ContextVar[str]("request")
+REQUEST.set("own")
 
 
 class _Mode(TorchFunctionMode):
@@ -79,6 +88,14 @@ def _stdout() -> None:
 
 def _printer() -> None:
     builtins.print = lambda *values: None  # type: ignore[assignment]  # the dirt under test
+
+
+def _configure_logs() -> None:
+    logging.config.dictConfig({"version": 1})
+
+
+def _pickle_lambdas() -> None:
+    copyreg.pickle(Fraction, lambda value: (Fraction, (str(value),)))
 
 
 # name: (job, kind, part of the text); all of these are put back.
@@ -127,6 +144,15 @@ RESTORED: dict[str, tuple[Callable[[], object], str, str]] = {
         "faulthandler",
     ),
     "umask": (lambda: os.umask(0o037), "interpreter", "umask"),
+    "validation": (
+        lambda: torch.distributions.Distribution.set_default_validate_args(False),
+        "torch default",
+        "validation of distributions",
+    ),
+    "named logger": (lambda: LOGGER.setLevel(5), "logger", f"level: 0 -> 5 of {LOGGER.name}"),
+    "disabled loggers": (_configure_logs, "logger", "disabled: False -> True of "),
+    "context variable": (lambda: REQUEST.set("left"), "context variable", "request: 'own' -> 'left'"),
+    "pickling": (_pickle_lambdas, "pickling", "Fraction is pickled by <function _pickle_lambdas.<locals>.<lambda>"),
     "log level": (lambda: logging.getLogger().setLevel(5), "logging", "level of the root logger"),
     "log handler": (lambda: logging.getLogger().addHandler(logging.NullHandler()), "logging", "handlers"),
     "log disable": (lambda: logging.disable(logging.CRITICAL), "logging", "logging.disable"),
@@ -315,6 +341,10 @@ def test_a_process_group_left_behind_is_named() -> None:
     dirt = snapshot.restore()
     assert [(entry.kind, entry.restored) for entry in dirt] == [("process group", False)]
     assert "'mine' of ranks [0]" in dirt[0].what
+    unnamed = dist.new_group([0])
+    assert "process group 'undefined'" not in (told := snapshot.restore()[-1].what)
+    assert f"process group '{unnamed.group_name}' of ranks [0]" in told
+    dist.destroy_process_group(unnamed)
     # Destroyed, it is no dirt any more, although `group` still holds its connections.
     dist.destroy_process_group(group)
     assert snapshot.restore() == ()
@@ -500,6 +530,25 @@ def test_a_module_that_a_test_makes_impossible_to_import_is_not_watched(name: st
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="dictionaries have no versions from Python 3.14 on")
 def test_dictionaries_have_versions_here() -> None:
     assert compat._dictionaries_have_versions()
+
+
+def test_what_libraries_register_on_first_use_is_no_leak() -> None:
+    snapshot = take_snapshot()
+    logging.getLogger("made.late").setLevel(5)
+    contextvars.ContextVar[int]("of_a_library").set(1)
+    copyreg.pickle(Fraction, Fraction.__reduce__)
+    assert snapshot.restore() == ()
+    del copyreg.dispatch_table[Fraction]
+
+
+def test_output_that_leads_elsewhere_replaces_the_process() -> None:
+    snapshot, kept = take_snapshot(), os.dup(1)
+    os.close(1)
+    dirt = snapshot.restore()
+    os.dup2(kept, 1)
+    os.close(kept)
+    assert [(entry.kind, entry.restored) for entry in dirt if entry.kind == "interpreter"] == [("interpreter", False)]
+    assert "descriptors 0 to 2 lead to: added ['closed']" in dirt[0].what
 
 
 def test_a_hook_that_a_library_keeps_on_optimizers_is_no_leak() -> None:
