@@ -101,10 +101,13 @@ def print_options() -> dict[str, Any]:
 
 
 def validates_distributions() -> bool:
-    """Return what `Distribution.set_default_validate_args` has set; there is no getter."""
+    """Return what `Distribution.set_default_validate_args` has set; there is no getter.
+
+    Always true once the compiler is imported, which turns it off for good.
+    """
     import torch
 
-    return torch.distributions.Distribution._validate_args
+    return torch.distributions.Distribution._validate_args or "torch._dynamo" in sys.modules
 
 
 def store_of_world() -> Any:

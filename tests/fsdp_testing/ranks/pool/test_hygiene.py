@@ -144,11 +144,6 @@ RESTORED: dict[str, tuple[Callable[[], object], str, str]] = {
         "faulthandler",
     ),
     "umask": (lambda: os.umask(0o037), "interpreter", "umask"),
-    "validation": (
-        lambda: torch.distributions.Distribution.set_default_validate_args(False),
-        "torch default",
-        "validation of distributions",
-    ),
     "named logger": (lambda: LOGGER.setLevel(5), "logger", f"level: 0 -> 5 of {LOGGER.name}"),
     "disabled loggers": (_configure_logs, "logger", "disabled: False -> True of "),
     "context variable": (lambda: REQUEST.set("left"), "context variable", "request: 'own' -> 'left'"),
@@ -539,6 +534,20 @@ def test_what_libraries_register_on_first_use_is_no_leak() -> None:
     copyreg.pickle(Fraction, Fraction.__reduce__)
     assert snapshot.restore() == ()
     del copyreg.dispatch_table[Fraction]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_distributions_that_validate_nothing_are_told_unless_the_compiler_did_it(
+    monkeypatch: pytest.MonkeyPatch, compiled: bool
+) -> None:
+    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)
+    monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)
+    snapshot = take_snapshot()
+    torch.distributions.Distribution.set_default_validate_args(False)
+    if compiled:
+        monkeypatch.setitem(sys.modules, "torch._dynamo", torch)
+    told = [entry.what for entry in snapshot.restore()]
+    assert told == ([] if compiled else ["validation of distributions: True -> False"])
 
 
 def test_output_that_leads_elsewhere_replaces_the_process() -> None:

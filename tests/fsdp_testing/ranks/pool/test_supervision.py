@@ -108,7 +108,7 @@ FATES: dict[Callable[..., Any], tuple[tuple[Fate, Fate], str]] = {
     returns_what_raises: ((A, A), r"^every rank raised TypeError: .* returned a ReducesBadly that cannot be sent"),
     returns_what_cannot_be_read: ((A, A), r"^every rank raised ResultUnreadable: .*OSError: only in the controller$"),
     gloo_times_out: ((A, S), r"^rank 0 gave up waiting in all_reduce\(sum\) #1 float32\[4\] on group .*rank 1 never joined"
-                             r" it: it was stopped before any collective$"),
+                             r" it: it was stopped in or after new_group #1 \[0, 1\] on making of groups$"),
     # gloo aborts when its poller loses its descriptor first.
     closes_descriptors: ((R, D), r"^rank 1 died (by SIGABRT|with exit code 0 \(it sent no report\))$"),
     dies_slowly: ((A, D), r"^rank 0 raised ValueError: planted$"),
