@@ -39,11 +39,6 @@ _SET_PER_TEST = frozenset({"warnings filters", "logging"})
 _UNEXPECTED = "Unexpected success"  # pytest's report on a test that passed under `unittest.expectedFailure`
 
 
-def _expects_failure(item: pytest.Item) -> bool:
-    marked = "__unittest_expecting_failure__"
-    return any(getattr(getattr(item, owner, None), marked, False) for owner in ("obj", "cls"))
-
-
 def _plain(value: object) -> Any:
     """Return a property as reports show it: plain values, and anything else as its text."""
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
@@ -103,7 +98,9 @@ class RankPlugin:
         if misused and not named and hasattr(report, "wasxfail"):
             report.outcome = "failed"
             del report.wasxfail
-        if call.excinfo is not None and str(call.excinfo.value) == _UNEXPECTED and _expects_failure(item):
+        owners = getattr(item, "obj", None), getattr(item, "cls", None)
+        expecting = any(getattr(owner, "__unittest_expecting_failure__", False) for owner in owners)
+        if expecting and call.excinfo is not None and str(call.excinfo.value) == _UNEXPECTED:
             report.longrepr = f"{STRICT_XPASS}{_UNEXPECTED}"
         return report
 

@@ -88,11 +88,6 @@ def _put_loggers(before: dict[str, Any], now: dict[str, Any]) -> None:
             logger.setLevel(level)
 
 
-def _made_in_a_test(function: Any) -> bool:
-    # A library adds its own for good, when it is imported: a function of its module.
-    return "<locals>" in getattr(function, "__qualname__", "")
-
-
 def _tell_reducers(before: dict[Any, Any], now: dict[Any, Any]) -> Iterator[str]:
     for kind in _changed_reducers(before, now):
         yield f"copyreg: {kind.__qualname__} is pickled by {now[kind]!r}"
@@ -107,7 +102,9 @@ def _put_reducers(before: dict[Any, Any], now: dict[Any, Any]) -> None:
 
 
 def _changed_reducers(before: dict[Any, Any], now: dict[Any, Any]) -> list[Any]:
-    return [kind for kind, function in now.items() if before.get(kind) is not function and _made_in_a_test(function)]
+    # A library adds a function of its module, for good, when it is imported.
+    changed = [kind for kind, function in now.items() if before.get(kind) is not function]
+    return [kind for kind in changed if "<locals>" in getattr(now[kind], "__qualname__", "")]
 
 
 REGISTRY_PROBES: tuple[Probe, ...] = (

@@ -124,16 +124,11 @@ def _umask() -> int:
     return value
 
 
-def _standard_descriptors() -> list[Any]:
-    return [_led_to(number) for number in range(3)]
-
-
-def _led_to(number: int) -> Any:
+def _led_to(number: int) -> object:
     try:
-        there = os.fstat(number)
+        return os.fstat(number)[1:3]  # inode and device
     except OSError:
         return "closed"
-    return there.st_dev, there.st_ino
 
 
 class _Hook:
@@ -199,7 +194,7 @@ INTERPRETER = settings_probe(
     [
         Setting("working directory", _working_directory, os.chdir),
         Setting("umask", _umask, os.umask),
-        Setting("what descriptors 0 to 2 lead to", _standard_descriptors),
+        Setting("what descriptors 0 to 2 lead to", lambda: [_led_to(number) for number in range(3)]),
         *(attribute(sys, name) for name in ("stdin", "stdout", "stderr", "excepthook", "displayhook")),
         _hook(sys, "unraisablehook"),
         _hook(threading, "excepthook"),
