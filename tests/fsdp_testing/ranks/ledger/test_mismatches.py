@@ -224,6 +224,17 @@ def test_a_rank_that_makes_no_group_is_told(pool: Pool) -> None:
     assert re.match(r"rank 0 waits in new_group #1 \[0, 1\] on making of groups at .*; rank 1 returned", outcome.cause)
 
 
+def group_that_torch_refuses_on_one_rank() -> None:
+    if not me():
+        with contextlib.suppress(TypeError):
+            dist.new_group([0, 1], timeout="none")
+    dist.new_group([0, 1])
+
+
+def test_a_group_that_torch_refuses_was_not_made(pool: Pool) -> None:
+    assert not run(pool, group_that_torch_refuses_on_one_rank).diagnosis
+
+
 def swallowed() -> None:
     for operation in (other_size, dist.barrier):
         with contextlib.suppress(RuntimeError if operation is dist.barrier else Exception):

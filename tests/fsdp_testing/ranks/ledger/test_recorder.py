@@ -315,6 +315,8 @@ def test_the_listener_is_called(ranks: list[recorder.Recorder]) -> None:
     issue(ranks[0], PAIR)
     assert heard[0][:2] == (PAIR.key, "all_reduce(sum)")
     assert heard[0][2].endswith("in test_the_listener_is_called")
+    issue(ranks[0], PAIR, Call(("new_group", (0, 1)), "new_group [0, 1]", moves=False))
+    assert len(heard) == 1
 
 
 def test_the_members_of_a_large_group_are_all_there(shared: LedgerMemory) -> None:
