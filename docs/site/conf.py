@@ -18,7 +18,9 @@ html_title = "fsdp-testing"
 html_show_copyright = False
 html_copy_source = False
 html_static_path = ["static"]
+html_favicon = "docs/site/static/icon.svg"
 html_css_files = ["site.css"]
+html_js_files = [("site.js", {"defer": "defer"})]
 
 myst_heading_anchors = 4
 default_role = "code"  # docstrings quote code as Markdown does, in single backticks

@@ -364,7 +364,7 @@ def environment() -> dict[str, str]:
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "commit": _commit(),
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": " ".join([_program(), shlex.join(sys.argv[1:])]).rstrip(),
         "fsdp-testing": metadata.version("fsdp-testing"),
         "torch": str(torch.__version__),
         "python": platform.python_version(),
@@ -372,6 +372,11 @@ def environment() -> dict[str, str]:
         "processors": str(len(os.sched_getaffinity(0))),
         "executable": sys.executable,
     }
+
+
+def _program() -> str:
+    name, module = Path(sys.argv[0]).name, getattr(sys.modules["__main__"], "__spec__", None)
+    return f"python -m {module.parent}" if name == "__main__.py" and module else shlex.quote(name)
 
 
 def _commit() -> str:

@@ -35,6 +35,7 @@ def add(commands: Subparsers[Command]) -> Command:
 
 def execute(options: argparse.Namespace) -> int:
     """Compare, print the differences, and return the exit code."""
+    from fsdp_testing.checks.conformance import environment
     from fsdp_testing.explain.trace.order_parity import compare_case, parity_cases
     from fsdp_testing.report.parity import parity_sheet
     from fsdp_testing.report.progress import Display
@@ -48,5 +49,5 @@ def execute(options: argparse.Namespace) -> int:
         for case in cases:
             display.stage(f"{case.model.name}, {case.strategy}")
             compared.append(compare_case(options.left, options.right, case))
-    sheet = parity_sheet(compared, (options.left, options.right), full=options.full)
+    sheet = parity_sheet(compared, (options.left, options.right), environment(), full=options.full)
     return present(sheet, console, paths, {}, full=options.full)

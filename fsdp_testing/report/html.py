@@ -29,7 +29,10 @@ def html_text(sheet: Sheet) -> str:
     )
     pages: dict[str, str] = {}
     environment.filters.update(
-        begun=begun, linked=partial(linked, pages=pages), kind_of=lambda block: type(block).__name__.lower()
+        begun=begun,
+        coded=coded,
+        linked=partial(linked, pages=pages),
+        kind_of=lambda block: type(block).__name__.lower(),
     )
     template = environment.from_string(_resource("page.html"))
     entries = [section for section in _sections(sheet.sections) if section.anchor]
@@ -70,7 +73,15 @@ def linked(text: str, pages: dict[str, str]) -> Markup:
         return Markup('<a href="#{0}">{0}</a>').format(piece) if piece in pages else escape(piece)
 
     pieces = re.split(rf"({ADDRESS}|\bdocs/[\w./-]+\.(?:md|py)\b)", text)
-    return Markup("").join(link(piece) if index % 2 else escape(piece) for index, piece in enumerate(pieces))
+    return Markup("").join(link(piece) if index % 2 else coded(piece) for index, piece in enumerate(pieces))
+
+
+def coded(text: str) -> Markup:
+    """Return the text, escaped, with what stands in backticks as code."""
+    pieces = re.split(r"`([^`\n]+)`", text)
+    return Markup("").join(
+        Markup("<code>{}</code>").format(piece) if index % 2 else escape(piece) for index, piece in enumerate(pieces)
+    )
 
 
 def begun(text: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from fsdp_testing.judging.checkers.event_order import OrderComparison, OrderRow
@@ -16,12 +16,15 @@ if TYPE_CHECKING:
 KINDS = {"≠": "expected_failure", "<": "fail", ">": "pass"}
 
 
-def parity_sheet(cases: Sequence[CaseParity], names: tuple[str, str], *, full: bool = False) -> Sheet:
+def parity_sheet(
+    cases: Sequence[CaseParity], names: tuple[str, str], environment: Mapping[str, str], *, full: bool = False
+) -> Sheet:
     """Return the sheet of differences in order between two implementations.
 
     Args:
         cases: The cases that were compared.
         names: The implementations, left and right.
+        environment: When, by which command and with which versions they were compared.
         full: Show equal stretches far from any difference too.
     """
     different = sum(not case.equal for case in cases)
@@ -32,6 +35,7 @@ def parity_sheet(cases: Sequence[CaseParity], names: tuple[str, str], *, full: b
         conclusion=f"{names[0]} and {names[1]}: {outcome}",
         sections=tuple(_section(case, number, names, full) for number, case in enumerate(cases, 1)),
         subject="Order parity",
+        environment=environment,
         foot="Made by fsdp-testing. Boxes joined by a line are equal; ≠ differ, < only left, > only right.",
     )
 
@@ -51,7 +55,11 @@ def _section(parity: CaseParity, number: int, names: tuple[str, str], full: bool
         picture = order_picture(comparison, *names, full=full)
         table = _table(comparison, names, full=full)
         blocks.append(
-            Fold(title, (Picture(picture, "", comparison.aspect, table=table),), unfolded=not comparison.equal)
+            Fold(
+                title,
+                (Picture(picture, "", f"{title}, of {world_text(case)}", table=table),),
+                unfolded=not comparison.equal,
+            )
         )
     return Section(
         f"{case.model.name}, {case.strategy}, {case.world.size} ranks: {words}",

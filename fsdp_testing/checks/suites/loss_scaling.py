@@ -26,6 +26,7 @@ from fsdp_testing.checks.suites.check import (
     iterations,
     micro_batch,
 )
+from fsdp_testing.checks.suites.optimizer_programs import GroupedProgram, GroupedReplay
 from fsdp_testing.checks.suites.programs import Remark, RemarkedObservation, review_remarks
 from fsdp_testing.errors import HarnessError
 from fsdp_testing.judging.case_runner import RunMode
@@ -65,6 +66,9 @@ class LossScale:
 class ScaledProgram(RankProgram):
     """A program that trains with the implementation's loss scaler, and remarks where its scale is another than one process's."""
 
+    poisoned = 0
+    """Index of the parameter whose gradient overflows."""
+
     def __init__(self, case: Case, adapter: Adapter, rank: int) -> None:
         super().__init__(case, replace(adapter, step=self._step), rank)
         self.scaler: Any = None
@@ -102,12 +106,12 @@ class ScaledProgram(RankProgram):
             self._poison()
 
     def _poison(self) -> None:
-        """Let the first element of the first parameter's gradient overflow, on the rank that holds it and its replicas alone."""
+        """Let the first element of one parameter's gradient overflow, on the rank that holds it and its replicas alone."""
         if not self.adapter.observes_gradients:
             raise HarnessError(
                 f"{self.adapter.name}: expected gradients that can be changed, got none. Give the adapter local_pieces."
             )
-        fqn = next(name for name, _ in models.build_model(self.case).named_parameters())
+        fqn = [name for name, _ in models.build_model(self.case).named_parameters()][self.poisoned]
         for piece in self.adapter.local_pieces(self.model).get(fqn, ()):
             if piece.grad is not None and piece.start == 0 < piece.stop:
                 first = piece.grad.view(-1)[:1]
@@ -159,6 +163,19 @@ class ScaledReplay(Replay):
         return point
 
 
+class ScaledGroups(GroupedProgram, ScaledProgram):
+    """The same, with biases in a second group; the gradient of a bias overflows."""
+
+    poisoned = -1
+
+
+class ScaledGroupsReplay(GroupedReplay, ScaledReplay):
+    """The oracle's run of it."""
+
+
+SCALED_GROUPS = RunMode(
+    rank_jobs.run_as, (ScaledGroups, {}), rank_jobs.expect_as, (ScaledGroupsReplay, {}), review=review_remarks
+)
 SCALED = RunMode(rank_jobs.run_as, (ScaledProgram, {}), rank_jobs.expect_as, (ScaledReplay, {}), review=review_remarks)
 
 
@@ -178,5 +195,8 @@ CHECKS: tuple[Check, ...] = (
                 *_stepped(micro_batch(5), Observe(OVERFLOW), Observe(UNSCALED)), *iteration(6), optimizer=ADAMW),
           source="torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler", needs={"loss_scaling"}, sizes=ODD,
           mode=SCALED, of_pieces=True),
+    check("loss_scaling.groups", "If a gradient of any group of parameters overflows, no group is stepped.",
+          cases("mlp", *iteration(0), *_stepped(micro_batch(1), Observe(OVERFLOW)), *iterations(2, first=2), optimizer=ADAMW),
+          source="torch.amp.GradScaler", needs={"loss_scaling", "frozen_mixed_unit"}, mode=SCALED_GROUPS, of_pieces=True),
 )  # fmt: skip
 """Loss scaling, as training in float16 needs it."""

@@ -239,9 +239,9 @@ def _by(norm_type: float, dtype: str) -> tuple[Case, ...]:
 
 CLIPPING: tuple[Check, ...] = (
     *(clipped(f"clipping.norm_{name}",
-              f"The {name}-norm counts every element of every rank once, and gradients are scaled by it.",
+              f"The {norm_type:g}-norm counts every element of every rank once, and gradients are scaled by it.",
               _by(norm_type, "float32"), source=source, sizes=ODD) for name, norm_type, source in (
-        ("1", 1.0, _SOURCE), ("2", 2.0, "pytorch PR 88955"), ("3", 3.0, _SOURCE),
+        ("1", 1.0, _SOURCE), ("2", 2.0, "pytorch PR 88955"), ("2_5", 2.5, _SOURCE), ("3", 3.0, _SOURCE),
         ("inf", math.inf, "pytorch PR 73405; torchrec PR 3199"),
     )),
     clipped("clipping.not_needed", "Gradients below the limit are left alone.",

@@ -48,7 +48,7 @@ from fsdp_testing.checks.suites.check import (
 )
 from fsdp_testing.checks.suites.hooks import AFTER_ACCUMULATION
 from fsdp_testing.checks.suites.options import recomputed
-from fsdp_testing.checks.suites.programs import AFTER_ONE_REPLICA, IN_EVALUATION
+from fsdp_testing.checks.suites.programs import AFTER_ONE_REPLICA, COPY, IN_EVALUATION, MUST_COPY
 from fsdp_testing.checks.suites.watched import GATHERS_LIMITED, STREAMS_OBSERVED, traced
 from fsdp_testing.judging.case_runner import RunMode
 from fsdp_testing.judging.checkers import event_rules, shares
@@ -194,6 +194,9 @@ HYBRID_SHARDING: tuple[Check, ...] = (
                                                     *iteration(1)), {}))),
     hybrid("hybrid.evaluated", "Replicas train alike: a model in evaluation.", cases("mlp", *iterations(2), optimizer=PLAIN_SGD),
            source="torch.nn.Module.eval", mode=IN_EVALUATION),
+    hybrid("hybrid.copied", "Replicas train alike: a deep copy.",
+           cases("mlp", *iteration(0), Observe(COPY), micro_batch(1), Observe(), Step(), optimizer=PLAIN_SGD),
+           source="copy.deepcopy", needs={"hybrid", "deep_copies"}, mode=MUST_COPY),
     hybrid("hybrid.two_dtypes", "Replicas train alike: units of two dtypes.",
            *(cases("two_dtypes", *iterations(2), optimizer=PLAIN_SGD, wrapping=plan) for plan in (None, WrappingPlan())),
            source="pytorch issue 154082", needs={"hybrid", "mixed_dtype_units"}),

@@ -51,6 +51,7 @@ from fsdp_testing.checks.suites.programs import (
     PART,
     PARTS,
     PARTS_REPLACED,
+    CopyingProgram,
     review_remarks,
 )
 from fsdp_testing.checks.suites.state_programs import ProgramWithMarks, RemarkingProgram, SavesItsCopy
@@ -104,6 +105,8 @@ EXCEPTIONS: tuple[Check, ...] = (
 )  # fmt: skip
 """After the user's own code raised, one ordinary iteration is an ordinary iteration."""
 
+copied = partial(check, source="copy.deepcopy; B077", needs={"deep_copies"}, mode=MUST_COPY)
+
 CONVERSION: tuple[Check, ...] = (
     check("conversion.same_device",
           "`module.to` the current device changes nothing, before training and in the middle.",
@@ -138,10 +141,20 @@ CONVERSION: tuple[Check, ...] = (
     check("conversion.copied", "A deep copy can be made, and trains independently of the original.",
           cases("mlp", *iteration(0), Observe(COPY), micro_batch(1), Observe(), Step(), optimizer=PLAIN_SGD),
           source="copy.deepcopy; B077", needs={"deep_copies"}, mode=MUST_COPY),
-    *(check(f"conversion.copied_{what}", f"A deep copy of a model with {what.replace('_', ' ')} trains as the model does.",
-            cases(model, *iteration(0), Observe(COPY), micro_batch(1), Observe(), Step(), optimizer=PLAIN_SGD),
-            source="copy.deepcopy; B077", needs={"deep_copies"}, mode=MUST_COPY)
+    *(copied(f"conversion.copied_{what}", f"A deep copy of a model with {what.replace('_', ' ')} trains as the model does.",
+             cases(model, *iteration(0), Observe(COPY), micro_batch(1), Observe(), Step(), optimizer=PLAIN_SGD))
       for what, model in (("buffers", "buffers"), ("frozen_units", "frozen_body"), ("shared_parameters", "tied_within"))),
+    copied("conversion.copied_ignored_parameters", "A deep copy of a model that ignores parameters trains as the model does.",
+           cases("mlp", *iteration(0, alike=True), Observe(COPY), micro_batch(1, alike=True), Observe(), Step(),
+                 optimizer=PLAIN_SGD, wrapping=WrappingPlan(("layers.1", "layers.2"), ignored=("layers.0",)))),
+    copied("conversion.copied_precision", "A deep copy computes in the precision of the model.",
+           *(cases("mlp", *iteration(0), Observe(COPY), micro_batch(1), Observe(), Step(), optimizer=PLAIN_SGD, dtype="float32",
+                   precision=MixedPrecisionSpec("bfloat16", reduced)) for reduced in (None, "float32")),
+           comparison=LOCKSTEP),
+    check("conversion.copied_between_micro_batches", "A deep copy made in an accumulation takes nothing from it.",
+          cases("mlp uneven", no_sync_batch(0), Observe(COPY), micro_batch(1), Observe(), Step(), optimizer=PLAIN_SGD),
+          source="copy.deepcopy", needs={"deep_copies", "no_sync"},
+          mode=RunMode(rank_jobs.run_as, (CopyingProgram, {"may_refuse": False}))),
 )  # fmt: skip
 """What users do to modules besides training: `module.to`, `copy.deepcopy`."""
 

@@ -59,7 +59,7 @@ def case_of(make: SimpleNamespace, *comparisons: OrderComparison, faults: tuple[
 def test_the_page_tells_every_case(make: SimpleNamespace) -> None:
     same = case_of(make, compare_steps("units", 0, LEFT, LEFT))
     other = case_of(make, compare_steps("memory", 0, LEFT, RIGHT), faults=("one: rank 0 <i>",))
-    sheet = parity_sheet((same, other), ("one", "two & co"))
+    sheet = parity_sheet((same, other), ("one", "two & co"), {"date": "today"})
     page = html_text(sheet)
     assert "1 of 2 cases differ" in page
     assert "Differ in memory" in page or "differ in memory" in page
@@ -68,12 +68,12 @@ def test_the_page_tells_every_case(make: SimpleNamespace) -> None:
     assert "<i>" not in page
     assert "src=" not in page
     assert sheet.exit_code == 1
-    assert parity_sheet((same,), ("one", "two")).ending == "exit code 0: one and two: the same order in all 1 cases"
+    assert parity_sheet((same,), ("one", "two"), {}).ending == "exit code 0: one and two: the same order in all 1 cases"
 
 
 def drawn(parity: CaseParity, *, full: bool = False) -> str:
     console = Console(file=io.StringIO(), width=80, color_system=None)
-    print_sheet(parity_sheet((parity,), ("one", "[two]"), full=full), console, full=full)
+    print_sheet(parity_sheet((parity,), ("one", "[two]"), {}, full=full), console, full=full)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 

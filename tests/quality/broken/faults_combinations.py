@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +17,10 @@ from torch import nn
 from toy import Toy, ToyAdapter
 from toy_more import MoreAdapter, MoreToy
 
+from fsdp_ref.handle.flat_handle import FlatHandle
 from fsdp_ref.runtime import forward, grad_sync
+from fsdp_ref.sharded_grad_scaler import ShardedGradScaler
+from fsdp_ref.training import clip
 
 COMPOSABLE = "fsdp_ref-composable"
 
@@ -171,6 +176,54 @@ class CopiesUntie(Copies):
         whole = super().contribution(fqn)
         names = [id(parameter) for _, parameter in self.inner.named_parameters(remove_duplicate=False)]
         return whole / names.count(id(self.inner.get_parameter(fqn))) if self.used_once else whole
+
+
+@planted(COMPOSABLE, nn.Parameter, "__deepcopy__", "conversion.copied_ignored_parameters")
+def copies_share_what_is_whole(original: Any, parameter: nn.Parameter, memo: Any) -> Any:
+    """A copy has the ignored parameters of the model: those that are no flat shards."""
+    return parameter if parameter.dim() == 2 else original(parameter, memo)
+
+
+@planted(COMPOSABLE, FlatHandle, "__deepcopy__", "conversion.copied_precision")
+def copies_round_sums(original: Any, handle: FlatHandle, memo: Any) -> FlatHandle:
+    """A copy reduces gradients in the dtype in which it computes."""
+    copied: FlatHandle = original(handle, memo)
+    vars(copied)["precision"] = replace(copied.precision, reduce=copied.precision.compute)
+    return copied
+
+
+@kind(CopiesAdapter, "conversion.copied_between_micro_batches")
+class CopiesTakeSums(Copies):
+    """A copy takes what the model has accumulated."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        twin = super().__deepcopy__(memo)
+        twin.sums, self.sums = self.sums, {}
+        return twin
+
+
+@planted(COMPOSABLE, FlatHandle, "__deepcopy__", "hybrid.copied", world_sizes=(4,))
+def copies_forget_replicas(original: Any, handle: FlatHandle, memo: Any) -> FlatHandle:
+    """A copy has the group of shards alone."""
+    copied: FlatHandle = original(handle, memo)
+    vars(copied)["groups"] = replace(copied.groups, replicate=None)
+    return copied
+
+
+@planted(COMPOSABLE, clip, "total_norm", "clipping.norm_2_5")
+def whole_norms_only(original: Any, parts: Any, norm_type: float, device: torch.device) -> Any:
+    """A norm that is no whole number is rounded down."""
+    return original(parts, norm_type if norm_type == math.inf else float(int(norm_type)), device)
+
+
+@planted(COMPOSABLE, ShardedGradScaler, "_unscale_grads_", "loss_scaling.groups")
+def first_group_decides(original: Any, scaler: ShardedGradScaler, optimizer: Any, *more: Any) -> Any:
+    """A gradient that is not finite skips the step if it is in the first group."""
+    found = original(scaler, optimizer, *more)
+    grads = [parameter.grad for parameter in optimizer.param_groups[0]["params"] if parameter.grad is not None]
+    bad = torch.tensor(float(not all(bool(torch.isfinite(grad).all()) for grad in grads)))
+    dist.all_reduce(bad, op=dist.ReduceOp.MAX)
+    return {device: bad.reshape(value.shape) for device, value in found.items()}
 
 
 @kind(MoreAdapter, "optim_state.beside_gradients")
