@@ -26,8 +26,7 @@ def execute(options: argparse.Namespace) -> int:
     from fsdp_testing.checks.conformance import environment
     from fsdp_testing.report.terminal import open_console
     from fsdp_testing.search.campaign.campaign import STATE_FILE
-    from fsdp_testing.search.pairs.matrix import summary_of
-    from fsdp_testing.search.pairs.sheet import pairs_sheet
+    from fsdp_testing.search.pairs.matrix import pairs_sheet, summary_of
     from fsdp_testing.search.state import changes, read_state, refuse
 
     _refuse_other_options(options)

@@ -20,11 +20,19 @@ from fsdp_testing.judging.signature import Signature
 from fsdp_testing.ranks.pool import Pool
 from fsdp_testing.search.campaign.case_queue import CaseQueue, QueuedCase
 from fsdp_testing.search.campaign.example_checks import EXAMPLE_SECONDS, SHARE, check_examples
-from fsdp_testing.search.campaign.look_alikes import AT_FIRST, AT_FIRST_OF_LISTED, LATER_ONE_IN, LookAlikes
 from fsdp_testing.search.campaign.plan import Plan
 from fsdp_testing.search.campaign.tally import CampaignTally
 from fsdp_testing.search.campaign.writing import STATE_FILE, findings_in, write_files
-from fsdp_testing.search.investigation import Causes, Investigated, Investigator, Suspect
+from fsdp_testing.search.investigation import (
+    AT_FIRST,
+    AT_FIRST_OF_LISTED,
+    LATER_ONE_IN,
+    Causes,
+    Investigated,
+    Investigator,
+    LookAlikes,
+    Suspect,
+)
 from fsdp_testing.search.loop import Budget, search
 from fsdp_testing.search.state import (
     FORMER,

@@ -25,9 +25,9 @@ from fsdp_testing.ranks.pool import default_pool
 from fsdp_testing.search import investigation
 from fsdp_testing.search.campaign.campaign import Campaign, Plan
 from fsdp_testing.search.campaign.case_queue import QueuedCase
-from fsdp_testing.search.campaign.look_alikes import AT_FIRST, LATER_ONE_IN, LookAlikes
 from fsdp_testing.search.campaign.tally import CampaignTally
 from fsdp_testing.search.campaign.writing import STATE_FILE, write_discovery
+from fsdp_testing.search.investigation import AT_FIRST, LATER_ONE_IN, LookAlikes
 from fsdp_testing.search.state import read_state
 
 SOME = {

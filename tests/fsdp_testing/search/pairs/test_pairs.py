@@ -24,8 +24,17 @@ from fsdp_testing.search.campaign.tally import CampaignTally
 from fsdp_testing.search.campaign.writing import write_discovery
 from fsdp_testing.search.pairs import covering as covering_module
 from fsdp_testing.search.pairs.covering import Covering, covering
-from fsdp_testing.search.pairs.matrix import FAILS, HOLDS, KNOWN, NOT_EXPRESSIBLE, OPEN, REFUSED, UNKNOWN, summary_of
-from fsdp_testing.search.pairs.sheet import pairs_sheet
+from fsdp_testing.search.pairs.matrix import (
+    FAILS,
+    HOLDS,
+    KNOWN,
+    NOT_EXPRESSIBLE,
+    OPEN,
+    REFUSED,
+    UNKNOWN,
+    pairs_sheet,
+    summary_of,
+)
 from fsdp_testing.search.pairs.traits import traits_of, why_apart, with_options
 from fsdp_testing.search.state import Reason, State, read_state
 
