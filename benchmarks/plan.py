@@ -15,8 +15,7 @@ import time
 import torch
 from torch import nn
 
-from fsdp_ref.plan.peak import peak_bytes
-from fsdp_ref.plan.traffic import LIBRARIES, messages, step_seconds
+from fsdp_ref.plan.traffic import LIBRARIES, messages, peak_bytes, step_seconds
 from fsdp_ref.plan.unit_layouts import unit_layouts
 
 LAYERS = 50  # of a unit, with two parameters each

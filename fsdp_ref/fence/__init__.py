@@ -1,7 +1,7 @@
 """Guards that find mistakes of users while units train. Without them the core computes the same numbers silently.
 
-Each guard is one file. The APIs install all of them; :func:`remove` and :func:`install` are the one switch, for trees and units
-made from then on.
+Each kind of mistake is one file. The APIs install all guards; :func:`remove` and :func:`install` are the one switch, for trees
+and units made from then on.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ from __future__ import annotations
 from typing import Final
 
 from fsdp_ref.fence.order_check import OrderCheck
-from fsdp_ref.fence.outside_calls import watch_modules
-from fsdp_ref.fence.outside_gradient import refuse_outside_gradients
+from fsdp_ref.fence.outside_calls import refuse_outside_gradients, watch_modules
 from fsdp_ref.fence.own_state import watch_optimizers
 from fsdp_ref.fence.tracked_edits import TrackedEdits
 from fsdp_ref.fence.unmanaged import TreeWatch

@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from fsdp_ref.errors import ConfigError
-from fsdp_ref.plan.peak import peak_bytes
-from fsdp_ref.plan.traffic import LIBRARIES, messages, step_seconds
+from fsdp_ref.plan.traffic import LIBRARIES, messages, peak_bytes, step_seconds
 
 if TYPE_CHECKING:
     from fsdp_ref.plan.unit_layouts import UnitLayout

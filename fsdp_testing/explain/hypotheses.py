@@ -16,8 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from fsdp_testing.cases.models.tree import unit_of
-from fsdp_testing.cases.operations.gradients import EditGradients
-from fsdp_testing.cases.operations.optimizing import IdleStep
+from fsdp_testing.cases.operations.optimizing import EditGradients, IdleStep
 from fsdp_testing.cases.records import (
     UNIT_ROUNDOFF,
     Case,

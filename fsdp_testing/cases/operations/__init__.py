@@ -15,10 +15,9 @@ from fsdp_testing.cases.operations.full_parameters import (
     Thaw,
     UnshardFirst,
 )
-from fsdp_testing.cases.operations.gradients import EditGradients
 from fsdp_testing.cases.operations.micro_batches import Forward, ForwardBackward, LocalMicroBatches, SeveralForwards
 from fsdp_testing.cases.operations.operation import Batch, Operation, missing_facets
-from fsdp_testing.cases.operations.optimizing import BuildOptimizer, Clip, Observe, SetLr, Step, ZeroGrad
+from fsdp_testing.cases.operations.optimizing import BuildOptimizer, Clip, EditGradients, Observe, SetLr, Step, ZeroGrad
 from fsdp_testing.cases.operations.reloading import Reload, TrainElsewhere
 from fsdp_testing.cases.operations.saving import Restore, Save
 from fsdp_testing.cases.operations.unusual_backwards import Interrupt, UnusualBackward

@@ -24,7 +24,7 @@ from fsdp_testing.cases.operations import (
     Operation,
     UnusualBackward,
 )
-from fsdp_testing.cases.operations.gradients import EDITS
+from fsdp_testing.cases.operations.optimizing import EDITS
 from fsdp_testing.cases.records import Case, MixedPrecisionSpec
 from fsdp_testing.cases.records.axes.axis import planned
 from fsdp_testing.cases.records.schedule import plan

@@ -18,8 +18,7 @@ from torch.distributed.fsdp import ShardingStrategy as Strategy1
 from torch.distributed.fsdp import fully_shard
 
 import fsdp_ref
-from fsdp_ref.plan.peak import peak_bytes
-from fsdp_ref.plan.traffic import LIBRARIES, Message, messages, step_seconds
+from fsdp_ref.plan.traffic import LIBRARIES, Message, messages, peak_bytes, step_seconds
 from fsdp_ref.plan.unit_layouts import UnitLayout, unit_layouts
 from fsdp_testing.base.compat import Operator, freed, operators_run_by, storage_key, storage_reference
 from fsdp_testing.ranks.ledger import interception

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fsdp_testing.cases.operations.gradients import EditGradients
-from fsdp_testing.cases.operations.optimizing import IdleStep
+from fsdp_testing.cases.operations.optimizing import EditGradients, IdleStep
 from fsdp_testing.cases.operations.reloading import Reload, TrainElsewhere
 from fsdp_testing.cases.records import (
     Batch,

@@ -9,9 +9,8 @@ import pytest
 from fuzz_cases import LINEAR, case, micro
 
 from fsdp_testing.cases.operations.full_parameters import AssignData
-from fsdp_testing.cases.operations.gradients import EditGradients
 from fsdp_testing.cases.operations.micro_batches import LocalMicroBatches
-from fsdp_testing.cases.operations.optimizing import BuildOptimizer
+from fsdp_testing.cases.operations.optimizing import BuildOptimizer, EditGradients
 from fsdp_testing.cases.operations.unusual_backwards import UnusualBackward
 from fsdp_testing.cases.records import (
     Batch,

@@ -19,7 +19,7 @@ from torch.nn.modules import module as modules
 from fsdp_ref import CPUOffload, MixedPrecision
 from fsdp_ref.comm.streams import DeviceStreams
 from fsdp_ref.errors import FsdpRuntimeError
-from fsdp_ref.plan.peak import peak_bytes
+from fsdp_ref.plan.traffic import peak_bytes
 from fsdp_ref.plan.unit_layouts import unit_layouts
 from fsdp_ref.sharded_grad_scaler import ShardedGradScaler
 from fsdp_ref.storage.memory import FlatBuffer

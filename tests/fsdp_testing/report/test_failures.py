@@ -6,7 +6,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 from fsdp_testing.cases.records import Explanation, RunReport, Verdict
-from fsdp_testing.report.causes import causes, explanation_line
+from fsdp_testing.report.failures import causes, explanation_line
 
 
 def explanation(make: SimpleNamespace, **fields: object) -> Explanation:
