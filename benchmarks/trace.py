@@ -30,7 +30,7 @@ from fsdp_testing import run_ranks
 from fsdp_testing.adapters import registry
 from fsdp_testing.adapters.protocol import Setup
 from fsdp_testing.adapters.shared import naming
-from fsdp_testing.explain.trace.recorder import TraceRecorder, watch_modules, watch_waits
+from fsdp_testing.explain.trace.run import TraceRecorder, watch_modules, watch_waits
 from fsdp_testing.ranks.ledger import interception
 from fsdp_testing.ranks.pool.world import current_world
 from fsdp_testing.ranks.streams.observation import observe

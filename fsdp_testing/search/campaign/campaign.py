@@ -18,8 +18,7 @@ from fsdp_testing.judging.case_runner import CaseRunner, JudgedCase
 from fsdp_testing.judging.known import KnownFailures, Rule, joined
 from fsdp_testing.judging.signature import Signature
 from fsdp_testing.ranks.pool import Pool
-from fsdp_testing.search.campaign.case_queue import CaseQueue, QueuedCase
-from fsdp_testing.search.campaign.example_checks import EXAMPLE_SECONDS, SHARE, check_examples
+from fsdp_testing.search.campaign.case_queue import EXAMPLE_SECONDS, SHARE, CaseQueue, QueuedCase, check_examples
 from fsdp_testing.search.campaign.plan import Plan
 from fsdp_testing.search.campaign.tally import CampaignTally
 from fsdp_testing.search.campaign.writing import STATE_FILE, findings_in, write_files
