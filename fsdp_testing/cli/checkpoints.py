@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from fsdp_testing.cli.options import Command, Subparsers, add_timeout, declare, sizes
+from fsdp_testing.cli.options import Command, Subparsers, add_timeout, add_world_sizes, declare
 from fsdp_testing.cli.outputs import add_html, add_json, checked_outputs, present
 
 if TYPE_CHECKING:
@@ -30,9 +30,7 @@ def add(commands: Subparsers[Command]) -> Command:
     )
     command.add_argument("names", nargs="+", metavar="NAME", help="implementations; each saves, and each loads")
     what = command.add_argument_group("what is run")
-    what.add_argument(
-        "--world-size", type=sizes, default=(2, 3, 4), metavar="N[,N...]", help="numbers of ranks (default 2,3,4)"
-    )
+    add_world_sizes(what, "numbers of ranks (default 2,3,4)", (2, 3, 4))
     what.add_argument("--subject", action="append", metavar="SUBJECT", help="what is trained; repeatable (default all)")
     what.add_argument(
         "--way", action="append", metavar="WAY", help="memory, file, dcp or async; repeatable (default all)"

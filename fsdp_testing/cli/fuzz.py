@@ -55,7 +55,7 @@ def add(commands: Subparsers[Command]) -> Command:
     limit.add_argument("--stop-at-first", action="store_true", help="end with the first confirmed finding")
     what = command.add_argument_group("what is drawn")
     add_seed(what, "determines all random choices")
-    add_world_sizes(what, "numbers of ranks, the usual one first (default 2,3; with tensor parallelism 2)", ())
+    add_world_sizes(what, "numbers of ranks, the usual one first (default 2,3; with tensor parallelism 2)")
     add_tensor_parallel(what)
     what.add_argument("--max-operations", type=count, default=12, metavar="N", help="longest program (default 12)")
     what.add_argument(

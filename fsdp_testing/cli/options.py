@@ -98,11 +98,7 @@ def add_timeout(group: argparse._ActionsContainer, default: float) -> argparse.A
     return group.add_argument("--timeout", type=seconds, default=default, metavar="SECONDS", help=text)
 
 
-def add_world_sizes(
-    group: argparse._ActionsContainer,
-    text: str = "numbers of ranks (default 2)",
-    default: tuple[int, ...] = (2,),
-) -> argparse.Action:
+def add_world_sizes(group: argparse._ActionsContainer, text: str, default: tuple[int, ...] = ()) -> argparse.Action:
     """Declare `--world-size`, which takes one or several."""
     return group.add_argument("--world-size", type=sizes, default=default, metavar="N[,N...]", help=text)
 

@@ -51,7 +51,7 @@ def add(commands: Subparsers[Command]) -> Command:
     command.add_argument("names", nargs="*", metavar="NAME", help="implementations")
     command.add_argument("--all", action="store_true", help="every registered implementation")
     what = command.add_argument_group("what is run")
-    add_world_sizes(what, "numbers of ranks (default: 2, also 3 where it matters, 4 for hybrid; --pairs 2,3,4)", ())
+    add_world_sizes(what, "numbers of ranks (default: 2, also 3 where it matters, 4 for hybrid; --pairs 2,3,4)")
     add_tensor_parallel(what)
     what.add_argument("--backend", default="gloo", help="of the ranks: gloo (default), nccl or a registered one")
     what.add_argument(

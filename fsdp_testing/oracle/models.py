@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from fsdp_testing.cases.models import MODELS, Inputs, ZooModel, loss_of, structure_of, tensors_in
-from fsdp_testing.cases.models.tree import tree_model
-from fsdp_testing.cases.models.tree_modules import LEAVES, Tree, TreeGroup
+from fsdp_testing.cases.models.tree import LEAVES, Tree, TreeGroup, tree_model
 from fsdp_testing.cases.models.tree_schema import get
 from fsdp_testing.cases.operations.operation import matching
 from fsdp_testing.cases.records import UNIT_ROUNDOFF, Batch, Case
@@ -141,15 +140,13 @@ def _uses_of(nodes: Iterable[Mapping[str, Any]], path: list[str]) -> int:
     return uses
 
 
-def make_inputs(case: Case, batch: Batch, rank: int, dtype: torch.dtype | None = None) -> Inputs:
-    """Make the inputs of `rank`, in the model's own dtype unless another one is given."""
+def make_inputs(case: Case, batch: Batch, rank: int) -> Inputs:
+    """Make the inputs of `rank`, in the model's own dtype."""
     rank = _with_inputs_of(case, batch, rank)
     usage = batch.usage_of(rank)
     options = {} if usage is None else {"use": usage}
-    wanted = dtype or dtype_of(case.model.dtype)
-    made = zoo_model(case).make_input(
-        derive(case.seed, "inputs") % 2**31, rank, batch.seed, batch.rows_of(rank), wanted, **options
-    )
+    seed, dtype = derive(case.seed, "inputs") % 2**31, dtype_of(case.model.dtype)
+    made = zoo_model(case).make_input(seed, rank, batch.seed, batch.rows_of(rank), dtype, **options)
     if batch.scale == 1.0:
         return made
     scaled = map_tensors(lambda t: t * batch.scale if t.is_floating_point() else t, (made.args, dict(made.kwargs)))

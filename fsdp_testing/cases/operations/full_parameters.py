@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, Self
 
 from fsdp_testing.base.document import ADDED_LATER
 from fsdp_testing.cases.operations import user_code
@@ -40,11 +40,11 @@ def _shown_to_each_rank(replay: Replay) -> Results:
 class EditFullParameters(OfPatterns):
     """Gathers the full parameters, multiplies those matching a pattern in place, and releases them."""
 
-    kind: ClassVar[str] = "edit_full_parameters"
-    needs: ClassVar[frozenset[str]] = frozenset({"summon_writeback"})
-    passes: ClassVar[int | None] = 1
-    features: ClassVar[Mapping[str, tuple[str, ...]]] = {"op.edit": ("summon_writeback",)}
-    writes_parameters: ClassVar[bool] = True
+    kind = "edit_full_parameters"
+    needs = frozenset({"summon_writeback"})
+    passes = 1
+    features = {"op.edit": ("summon_writeback",)}
+    writes_parameters = True
     factor: float
     writeback: bool = True
 
@@ -87,14 +87,14 @@ class ReplaceParameters(OfPatterns):
         storage: The parameters stay, and get new storage.
     """
 
-    kind: ClassVar[str] = "replace_parameters"
-    needs: ClassVar[frozenset[str]] = frozenset({"summon_writeback"})
-    passes: ClassVar[int | None] = 1
-    features: ClassVar[Mapping[str, tuple[str, ...]]] = {
+    kind = "replace_parameters"
+    needs = frozenset({"summon_writeback"})
+    passes = 1
+    features = {
         "op.replace": ("summon_writeback", "parameter_replacement"),
         "op.replace_storage": ("summon_writeback", "storage_replacement"),
     }
-    writes_parameters: ClassVar[bool] = True
+    writes_parameters = True
     factor: float
     storage: bool = False
 
@@ -140,9 +140,9 @@ class UnshardFirst(TrainingPass):
             forward; before units are released all are waited for.
     """
 
-    kind: ClassVar[str] = "unshard_first"
-    needs: ClassVar[frozenset[str]] = frozenset({"explicit_unshard"})
-    features: ClassVar[Mapping[str, tuple[str, ...]]] = {"op.unshard_first": ("explicit_unshard",)}
+    kind = "unshard_first"
+    needs = frozenset({"explicit_unshard"})
+    features = {"op.unshard_first": ("explicit_unshard",)}
     batch: Batch
     units: tuple[str, ...] = ("",)
     reshard: bool = False
@@ -200,11 +200,11 @@ class AssignData(ForwardPass):
         in_place: The values change in place, as an optimizer changes them.
     """
 
-    kind: ClassVar[str] = "assign_data"
-    needs: ClassVar[frozenset[str]] = frozenset({"forward_only"})
-    features: ClassVar[Mapping[str, tuple[str, ...]]] = {"op.assign_data": ("data_assignment",)}
-    runs_forward_alone: ClassVar[bool] = True
-    writes_parameters: ClassVar[bool] = True
+    kind = "assign_data"
+    needs = frozenset({"forward_only"})
+    features = {"op.assign_data": ("data_assignment",)}
+    runs_forward_alone = True
+    writes_parameters = True
     patterns: tuple[str, ...]
     factor: float
     batch: Batch
@@ -257,11 +257,11 @@ class AssignData(ForwardPass):
 class Freeze(OfPatterns):
     """Sets `requires_grad=False` on the parameters whose name matches one of the patterns (fnmatch)."""
 
-    kind: ClassVar[str] = "freeze"
-    needs: ClassVar[frozenset[str]] = frozenset({"frozen_parameters", "thawed_parameters"})
-    passes: ClassVar[int | None] = 0
-    features: ClassVar[Mapping[str, tuple[str, ...]]] = {"op.freeze": ("frozen_parameters", "thawed_parameters")}
-    flag: ClassVar[bool] = False
+    kind = "freeze"
+    needs = frozenset({"frozen_parameters", "thawed_parameters"})
+    passes = 0
+    features = {"op.freeze": ("frozen_parameters", "thawed_parameters")}
+    flag = False
 
     def requires_grad_change(self) -> tuple[tuple[str, ...], bool] | None:
         return self.patterns, self.flag
@@ -286,9 +286,9 @@ class Freeze(OfPatterns):
 class Thaw(Freeze):
     """Sets `requires_grad=True` on the parameters whose name matches one of the patterns (fnmatch)."""
 
-    kind: ClassVar[str] = "thaw"
-    needs: ClassVar[frozenset[str]] = frozenset({"thawed_parameters"})
-    flag: ClassVar[bool] = True
+    kind = "thaw"
+    needs = frozenset({"thawed_parameters"})
+    flag = True
 
     def changes_ignored(self) -> tuple[str, ...]:
         return self.patterns
@@ -303,10 +303,10 @@ class Move(Operation):
             over, so it comes before both.
     """
 
-    kind: ClassVar[str] = "move"
-    passes: ClassVar[int | None] = None
-    features: ClassVar[Mapping[str, tuple[str, ...]]] = {"op.move": (), "op.cast": ("dtype_cast", "late_optimizer")}
-    drawn_with: ClassVar[tuple[str, ...]] = ("op.move",)
+    kind = "move"
+    passes = None
+    features = {"op.move": (), "op.cast": ("dtype_cast", "late_optimizer")}
+    drawn_with = ("op.move",)
     dtype: str | None = None
 
     def required(self) -> frozenset[str]:

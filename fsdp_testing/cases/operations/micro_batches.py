@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, Self
 
 from fsdp_testing.base.document import ADDED_LATER
 from fsdp_testing.cases.operations.operation import Batch, Operation
@@ -26,7 +26,7 @@ class ForwardPass(Operation):
     """An operation that runs one forward of each of its micro-batches."""
 
     __slots__ = ()
-    passes: ClassVar[int | None] = 0
+    passes = 0
 
     def most_passes(self, uses: int, *, frees_early: bool) -> int | None:
         # A unit that runs several times may be freed and gathered again each time, in forward and in backward.
@@ -41,7 +41,7 @@ class TrainingPass(ForwardPass):
     """An operation that runs one forward and one backward of each of its micro-batches, and reduces the gradients."""
 
     __slots__ = ()
-    runs_backward: ClassVar[bool] = True
+    runs_backward = True
 
     def without_rank(self, rank: int, size: int) -> Operation:
         return self.with_batches(lambda batch: batch.without_rank(rank, size))
@@ -65,8 +65,8 @@ class TrainingPass(ForwardPass):
 class ForwardBackward(TrainingPass):
     """Forward in training mode, loss, backward; inside `no_sync` the gradients stay local."""
 
-    kind: ClassVar[str] = "forward_backward"
-    features: ClassVar[Mapping[str, tuple[str, ...]]] = {"op.no_sync": ("no_sync",)}
+    kind = "forward_backward"
+    features = {"op.no_sync": ("no_sync",)}
     batch: Batch
     no_sync: bool = False
 
@@ -133,16 +133,16 @@ class ForwardBackward(TrainingPass):
 class Forward(ForwardPass):
     """Forward whose output is compared and dropped: no backward follows."""
 
-    kind: ClassVar[str] = "forward"
-    needs: ClassVar[frozenset[str]] = frozenset({"forward_only"})
-    features: ClassVar[Mapping[str, tuple[str, ...]]] = {
+    kind = "forward"
+    needs = frozenset({"forward_only"})
+    features = {
         "op.forward": ("forward_only",),
         "op.eval": ("forward_only",),
         "op.no_grad": ("forward_only",),
         "op.inference": ("forward_only", "inference_mode"),
     }
-    share: ClassVar[int] = 2
-    runs_forward_alone: ClassVar[bool] = True
+    share = 2
+    runs_forward_alone = True
     batch: Batch
     mode: str = "train"
 
@@ -232,11 +232,9 @@ def _several(drawer: OperationDrawer) -> tuple[Batch, ...]:
 class SeveralForwards(SeveralMicroBatches):
     """Several forwards, then as many backwards, in the order of the forwards or in the reverse one."""
 
-    kind: ClassVar[str] = "several_forwards"
-    needs: ClassVar[frozenset[str]] = frozenset({"several_forwards", "accumulate_without_no_sync"})
-    features: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "op.several_forwards": ("several_forwards", "accumulate_without_no_sync")
-    }
+    kind = "several_forwards"
+    needs = frozenset({"several_forwards", "accumulate_without_no_sync"})
+    features = {"op.several_forwards": ("several_forwards", "accumulate_without_no_sync")}
     reverse: bool = False
 
     @classmethod
@@ -294,9 +292,9 @@ class LocalMicroBatches(SeveralMicroBatches):
         nested: Each except the last is inside its own inner `no_sync`, whose end must change nothing.
     """
 
-    kind: ClassVar[str] = "local_micro_batches"
-    needs: ClassVar[frozenset[str]] = frozenset({"no_sync"})
-    features: ClassVar[Mapping[str, tuple[str, ...]]] = {"op.local_micro_batches": ("no_sync",)}
+    kind = "local_micro_batches"
+    needs = frozenset({"no_sync"})
+    features = {"op.local_micro_batches": ("no_sync",)}
     nested: bool = field(default=False, metadata=ADDED_LATER)
 
     def token(self) -> str:

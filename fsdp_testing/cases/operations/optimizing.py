@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from fsdp_testing.cases.operations import user_code
 from fsdp_testing.cases.operations.operation import GRADIENTS_ALIKE, OfPatterns, Operation, Silent, matching
@@ -28,9 +28,9 @@ _RATES = (0.02, 0.1, 0.003)
 class ZeroGrad(Silent):
     """Clears the gradients, by None or by zeros."""
 
-    kind: ClassVar[str] = "zero_grad"
-    features: ClassVar[Mapping[str, tuple[str, ...]]] = {"op.zero_grad": (), "op.zero_grad_zeros": ()}
-    share: ClassVar[int] = 2
+    kind = "zero_grad"
+    features = {"op.zero_grad": (), "op.zero_grad_zeros": ()}
+    share = 2
     set_to_none: bool = True
 
     @classmethod
@@ -64,12 +64,12 @@ class ZeroGrad(Silent):
 class Step(Silent):
     """One optimizer step."""
 
-    kind: ClassVar[str] = "step"
-    features: ClassVar[Mapping[str, tuple[str, ...]]] = {"op.step": ()}
-    forbidden_while_pending: ClassVar[str] = GRADIENTS_ALIKE
-    needs_optimizer: ClassVar[bool] = True
-    steps: ClassVar[bool] = True
-    writes_parameters: ClassVar[bool] = True
+    kind = "step"
+    features = {"op.step": ()}
+    forbidden_while_pending = GRADIENTS_ALIKE
+    needs_optimizer = True
+    steps = True
+    writes_parameters = True
 
     @classmethod
     def weight(cls, swarm: Swarm) -> int:
@@ -93,7 +93,7 @@ class IdleStep(Silent):
     No case contains it: one process runs it to find out whether an implementation has done the same.
     """
 
-    needs_optimizer: ClassVar[bool] = True
+    needs_optimizer = True
 
     def run(self, program: RankProgram) -> None:
         """Do nothing: ranks never run it."""
@@ -119,11 +119,11 @@ class IdleStep(Silent):
 class BuildOptimizer(Operation):
     """Builds the case's optimizer here instead of right after wrapping; a second one starts from empty state."""
 
-    kind: ClassVar[str] = "build_optimizer"
-    needs: ClassVar[frozenset[str]] = frozenset({"late_optimizer"})
-    passes: ClassVar[int | None] = None
-    features: ClassVar[Mapping[str, tuple[str, ...]]] = {"op.late_optimizer": ("late_optimizer",)}
-    builds_optimizer: ClassVar[bool] = True
+    kind = "build_optimizer"
+    needs = frozenset({"late_optimizer"})
+    passes = None
+    features = {"op.late_optimizer": ("late_optimizer",)}
+    builds_optimizer = True
 
     def simpler(self) -> Iterator[Operation]:
         return iter(())
@@ -142,9 +142,9 @@ class BuildOptimizer(Operation):
 class SetLr(Silent):
     """Sets the learning rate of every parameter group."""
 
-    kind: ClassVar[str] = "set_lr"
-    features: ClassVar[Mapping[str, tuple[str, ...]]] = {"op.set_lr": ()}
-    needs_optimizer: ClassVar[bool] = True
+    kind = "set_lr"
+    features = {"op.set_lr": ()}
+    needs_optimizer = True
     lr: float
 
     @classmethod
@@ -172,9 +172,9 @@ class SetLr(Silent):
 class Observe(Silent):
     """A marked point: every rank reports its local pieces, without communication or change of state."""
 
-    kind: ClassVar[str] = "observe"
-    features: ClassVar[Mapping[str, tuple[str, ...]]] = {"op.observe": ()}
-    observes: ClassVar[bool] = True
+    kind = "observe"
+    features = {"op.observe": ()}
+    observes = True
     label: str = ""
 
     def script_lines(self, name: str) -> list[str] | None:
@@ -194,12 +194,12 @@ _NORMS = (2.0, 1.0, math.inf, 3.0)
 class Clip(Operation):
     """Clips the gradients by their total norm; `norm_type` is any p >= 1, infinity included."""
 
-    kind: ClassVar[str] = "clip"
-    needs: ClassVar[frozenset[str]] = frozenset({"clip_grad_norm"})
-    passes: ClassVar[int | None] = None
-    features: ClassVar[Mapping[str, tuple[str, ...]]] = {"op.clip": ("clip_grad_norm",)}
-    share: ClassVar[int] = 2
-    forbidden_while_pending: ClassVar[str] = GRADIENTS_ALIKE
+    kind = "clip"
+    needs = frozenset({"clip_grad_norm"})
+    passes = None
+    features = {"op.clip": ("clip_grad_norm",)}
+    share = 2
+    forbidden_while_pending = GRADIENTS_ALIKE
     max_norm: float
     norm_type: float = 2.0
 
@@ -256,10 +256,10 @@ class EditGradients(OfPatterns):
             by a new tensor of constants, also where there was no gradient.
     """
 
-    kind: ClassVar[str] = "edit_gradients"
-    needs: ClassVar[frozenset[str]] = frozenset({"gradient_edits"})
-    passes: ClassVar[int | None] = 0
-    forbidden_while_pending: ClassVar[str] = GRADIENTS_ALIKE
+    kind = "edit_gradients"
+    needs = frozenset({"gradient_edits"})
+    passes = 0
+    forbidden_while_pending = GRADIENTS_ALIKE
     edit: str = "zeros"
 
     def __post_init__(self) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from fsdp_testing.cases.operations.operation import Batch, Operation
 from fsdp_testing.cases.operations.saving import FORMS, load_moments, saved, state_of_each_rank
@@ -33,17 +33,17 @@ class Reload(Operation):
             (those of rank 0), and saves: the state comes from a world of another size. Needs the full form.
     """
 
-    kind: ClassVar[str] = "reload"
-    passes: ClassVar[int | None] = None
-    features: ClassVar[Mapping[str, tuple[str, ...]]] = {
+    kind = "reload"
+    passes = None
+    features = {
         "op.reload": ("full_state_dict",),
         "op.reload_optimizer": ("full_state_dict", "optim_state"),
         "op.reload_sharded": ("sharded_state_dict",),
         "op.reload_plan": ("full_state_dict", "nested_wrapping"),
         "op.reload_world": ("full_state_dict",),
     }
-    drawn_with: ClassVar[tuple[str, ...]] = ("op.reload", "op.reload_sharded")
-    renews_model: ClassVar[bool] = True
+    drawn_with = ("op.reload", "op.reload_sharded")
+    renews_model = True
     form: str = "full"
     optimizer: bool = True
     units: tuple[str, ...] | None = None
@@ -178,18 +178,18 @@ class TrainElsewhere(Operation):
         max_norm: They clip their gradients to this norm before the step; None: they do not.
     """
 
-    kind: ClassVar[str] = "train_elsewhere"
-    needs: ClassVar[frozenset[str]] = frozenset({"full_state_dict", "optim_state", "sub_groups"})
-    passes: ClassVar[int | None] = None
-    features: ClassVar[Mapping[str, tuple[str, ...]]] = {
+    kind = "train_elsewhere"
+    needs = frozenset({"full_state_dict", "optim_state", "sub_groups"})
+    passes = None
+    features = {
         "op.elsewhere_full_shard": ("full_state_dict", "optim_state", "sub_groups", "full_shard"),
         "op.elsewhere_shard_grad_op": ("full_state_dict", "optim_state", "sub_groups", "shard_grad_op"),
         "op.elsewhere_no_shard": ("full_state_dict", "optim_state", "sub_groups", "no_shard"),
         "op.elsewhere_directory": ("sharded_state_dict",),
         "op.elsewhere_clip": ("clip_grad_norm",),
     }
-    drawn_with: ClassVar[tuple[str, ...]] = tuple(f"op.elsewhere_{strategy}" for strategy in ELSEWHERE)
-    renews_model: ClassVar[bool] = True
+    drawn_with = tuple(f"op.elsewhere_{strategy}" for strategy in ELSEWHERE)
+    renews_model = True
     batch: Batch
     ranks: int = 1
     last: bool = False

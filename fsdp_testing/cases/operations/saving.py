@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from fsdp_testing.cases.operations.operation import Operation
 from fsdp_testing.errors import InvalidRecord
@@ -34,9 +34,9 @@ class Save(Operation):
         optimizer: Optimizer state is saved too, if there is an optimizer.
     """
 
-    kind: ClassVar[str] = "save"
-    passes: ClassVar[int | None] = None
-    features: ClassVar[Mapping[str, tuple[str, ...]]] = {"op.save": ("full_state_dict",)}
+    kind = "save"
+    passes = None
+    features = {"op.save": ("full_state_dict",)}
     form: str = "full"
     optimizer: bool = False
 
@@ -94,15 +94,15 @@ class Restore(Operation):
         keeps_gradients: The user does not clear the gradients first, and loading leaves them as they are.
     """
 
-    kind: ClassVar[str] = "restore"
-    passes: ClassVar[int | None] = None
-    features: ClassVar[Mapping[str, tuple[str, ...]]] = {
+    kind = "restore"
+    passes = None
+    features = {
         "op.restore": ("full_state_dict",),
         "op.restore_optimizer": ("full_state_dict", "optim_state"),
         "op.restore_sharded": ("sharded_state_dict",),
     }
-    drawn_with: ClassVar[tuple[str, ...]] = ("op.restore",)
-    writes_parameters: ClassVar[bool] = True
+    drawn_with = ("op.restore",)
+    writes_parameters = True
     keeps_gradients: bool = False
 
     def pending_after(self, pending: bool) -> bool:

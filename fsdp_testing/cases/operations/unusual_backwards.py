@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from fsdp_testing.cases.operations import user_code
 from fsdp_testing.cases.operations.micro_batches import Forward, ForwardBackward, TrainingPass
@@ -41,10 +41,10 @@ class Interrupt(Operation):
         keeps_gradients: The user leaves the gradients of earlier micro-batches as they are; only after a forward in a `step`.
     """
 
-    kind: ClassVar[str] = "interrupt"
-    needs: ClassVar[frozenset[str]] = frozenset({"exception_recovery"})
-    passes: ClassVar[int | None] = None
-    features: ClassVar[Mapping[str, tuple[str, ...]]] = {"op.interrupt": ("exception_recovery",)}
+    kind = "interrupt"
+    needs = frozenset({"exception_recovery"})
+    passes = None
+    features = {"op.interrupt": ("exception_recovery",)}
     batch: Batch
     place: int = 0
     backward: bool = False
@@ -180,8 +180,8 @@ class UnusualBackward(TrainingPass):
             runs a forward under no_grad.
     """
 
-    kind: ClassVar[str] = "unusual_backward"
-    features: ClassVar[Mapping[str, tuple[str, ...]]] = {
+    kind = "unusual_backward"
+    features = {
         "op.backward_twice": ("backward_twice", "accumulate_without_no_sync"),
         "op.penalty": ("second_order",),
         "op.after_no_sync": ("backward_after_no_sync", "no_sync"),

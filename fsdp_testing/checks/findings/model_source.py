@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fsdp_testing.cases.models import tree_layers
-from fsdp_testing.cases.models.tree_modules import LEAVES, options_of
+from fsdp_testing.cases.models.tree import LEAVES, options_of
 from fsdp_testing.cases.models.tree_schema import Node, get, parameters, walk
 
 CONTAINERS = {

@@ -12,7 +12,7 @@ from fsdp_testing.cli import options
 def parser() -> argparse.ArgumentParser:
     command = argparse.ArgumentParser(prog="fsdp-verify try", allow_abbrev=False)
     options.add_old_spelling(command, "--deadline", options.add_timeout(command, 60.0))
-    options.add_world_sizes(command)
+    options.add_world_sizes(command, "numbers of ranks", (2,))
     options.add_seed(command, "of all choices")
     return command
 
