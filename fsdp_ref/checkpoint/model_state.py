@@ -31,7 +31,7 @@ from fsdp_ref.comm.tensor_parallel import is_dtensor
 from fsdp_ref.compat import RunningCall, metadata_being_loaded, metadata_of
 from fsdp_ref.config import FullStateDictConfig, ShardingStrategy, StateDictType
 from fsdp_ref.errors import TrainingStateError, UnshardConflictError, UnsupportedError, listing
-from fsdp_ref.fence.own_state import sends_from_rank0
+from fsdp_ref.fence.optimizers import sends_from_rank0
 from fsdp_ref.naming import FLAT_PARAM, FSDP_PREFIX, FSDP_WRAPPED_MODULE, clean_tensor_name, join_fqn
 from fsdp_ref.runtime.root import close_ended, lazy_init
 from fsdp_ref.runtime.unit import Unit

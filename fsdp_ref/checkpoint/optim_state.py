@@ -17,7 +17,7 @@ from fsdp_ref.checkpoint.optim_load import Source, load_optim_state
 from fsdp_ref.checkpoint.optim_save import save_optim_state
 from fsdp_ref.checkpoint.settings import get_state_dict_type
 from fsdp_ref.config import FullOptimStateDictConfig, StateDictSettings, StateDictType
-from fsdp_ref.fence.own_state import guard
+from fsdp_ref.fence.optimizers import guard
 
 State = dict[str, Any]
 

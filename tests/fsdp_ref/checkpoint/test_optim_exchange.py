@@ -21,7 +21,7 @@ from fsdp_ref import (
     optim_state_dict_to_load,
     set_state_dict_type,
 )
-from fsdp_ref.fence.own_state import guard
+from fsdp_ref.fence.optimizers import guard
 from fsdp_ref.storage.views import mark_flattened
 from fsdp_ref.wrap import ModuleWrapPolicy
 
