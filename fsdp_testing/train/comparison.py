@@ -27,6 +27,8 @@ CLEAR_ROUNDINGS = 4096
 """More than roundings make of a short training in its own dtype. Hints look no closer; it decides nothing."""
 FEW_ROUNDINGS = 4
 """The most of either for dtypes narrower than float32, in which that many roundings would admit anything."""
+_ZERO = 4
+"""Times a number may be moved by roundings that is zero but for these."""
 _STILL = 2**-10
 """Part of the largest movement in a tensor below which a number counts as one that few disturbed runs have not moved."""
 
@@ -57,12 +59,16 @@ class Decided:
         undecided: How many of them are undecided.
         open: A sentence on each quantity and step with undecided numbers that are off by more than their own rounding.
         excused: Quantities that may stay undecided, since they are zero but for roundings; of these there are no sentences.
+        mostly: Quantities and steps of which most numbers have such a sentence.
+        zeros: How many undecided numbers of each quantity are zero in both runs, but for roundings.
     """
 
     numbers: Counter[Quantity] = field(default_factory=Counter)
     undecided: Counter[Quantity] = field(default_factory=Counter)
     open: dict[Place, str] = field(default_factory=dict)
     excused: set[Quantity] = field(default_factory=set)
+    mostly: set[Place] = field(default_factory=set)
+    zeros: Counter[Quantity] = field(default_factory=Counter)
 
     @property
     def unknown(self) -> list[Quantity]:
@@ -79,6 +85,15 @@ class Decided:
         self.numbers += other.numbers
         self.undecided += other.undecided
         self.open |= {place: sentence for place, sentence in other.open.items() if place[0] not in self.excused}
+        self.mostly |= {place for place in other.mostly if place[0] not in self.excused}
+        self.zeros += other.zeros
+
+    def excuse_zeros(self, key: Quantity) -> None:
+        """Let a quantity stay undecided whose undecided numbers are all zero but for roundings, as a loss may be by design."""
+        if 0 < self.undecided[key] == self.zeros[key]:
+            self.excused.add(key)
+            self.open = {place: sentence for place, sentence in self.open.items() if place[0] != key}
+            self.mostly = {place for place in self.mostly if place[0] != key}
 
 
 def first_difference(
@@ -250,11 +265,16 @@ def _compare(
         undecided = ((one - two).abs() > DECISIVE * size) | endless
         if apart.error and bool(undecided.any()):
             decided.undecided[key] += int(undecided.sum())
+            # Roundings may move it by several times what it is.
+            zero = _ZERO * torch.maximum(one.abs(), two.abs()) <= bound.room
+            decided.zeros[key] += int((undecided & ~endless & zero).sum())
             # A coarsely stored weight is known to one unit in its last place, which needs no report.
             count = int((undecided & ((one - two).abs() > 2 * part(roundoff(left.dtype), 1) * one.abs())).sum())
             where = f"{key} at step {step}" if steps > 1 else f"{key}"
             if count:
                 decided.open[place] = f"{count} of {one.numel()} numbers of {where}, off by up to {apart.error:.3g}"
+            if 2 * count > one.numel():
+                decided.mostly.add(place)
         return None
     sentence = f"is off by {apart.error:.3g} (bound {apart.bound:.3g}), most in element {apart.position}: {apart.text}"
     return Difference(key, step, steps, sentence, _ratio(one, two), one.numel(), apart.error)

@@ -128,10 +128,12 @@ def _decide(pair: Pair) -> Compared:
         raise Failed(f"is wrong with any number of ranks: {wrong}", pair.table)
     check_trained(run, names)
     remarks = _judge_losses(pair, decided) if LOSS in run.quantities and start.takes_rows else []
-    unknown = _undecided(decided)
+    decided.excuse_zeros(LOSS)
+    unknown = _undecided(decided, exact=not _is_low(pair))
     vanished = [str(key) for key in decided.undecided if key in decided.excused]
     if vanished:
-        remarks.append(f"not decided: {', '.join(vanished[:3])}: its gradient is zero but for roundings")
+        what = "it" if vanished == [str(LOSS)] else "its gradient"
+        remarks.append(f"not decided: {', '.join(vanished[:3])}: {what} is zero but for roundings")
     # A line that logs the loss of the last micro-batch takes that of other rows where there are more.
     other_passes = pair.varied is not None and pair.passes_differ
     remarks += [] if other_passes else _judge_logged(pair, chosen)
@@ -175,8 +177,12 @@ def _fail_by(pair: Pair, difference: Difference, names: Sequence[Quantity], trai
     fail(pair, difference, cause)
 
 
-def _undecided(decided: Decided) -> list[str]:
+def _undecided(decided: Decided, *, exact: bool) -> list[str]:
     """Return a sentence on what roundings alone decide, where the rest is known.
+
+    Args:
+        decided: How much was decided.
+        exact: Whether all was computed in single precision at least, where most of a quantity is undecided at no step by chance.
 
     Raises:
         Undecided: Some quantity, or most numbers, cannot be judged.
@@ -184,13 +190,15 @@ def _undecided(decided: Decided) -> list[str]:
     lines = list(decided.open.values())
     more = f", and {len(lines) - 5} more" if len(lines) > 5 else ""
     moved = f"rounding alone moves these numbers as far as the worlds differ: {'; '.join(lines[:5])}{more}"
-    if not decided.enough:
-        keys = ", ".join(map(str, decided.unknown[:5])) or "what is compared"
+    odd = [f"{key} at step {step}" for key, step in decided.open if exact and (key, step) in decided.mostly]
+    if odd or not decided.enough:
+        keys = ", ".join([*map(str, decided.unknown), *odd][:5]) or "what is compared"
         raise Undecided(
             f"{moved}. "
             * bool(lines)
             + f"Roundings decide most of {keys}, so the loop cannot be judged. Train fewer steps, in float32 or float64 "
-            "without autocast, or with an optimizer that does not divide gradients by their size."
+            "without autocast, with an optimizer that does not divide gradients by their size, or without ties (the largest of "
+            "equal numbers)."
         )
     return [f"{moved}. These have no verdict; the rest agrees."] if lines else []
 

@@ -271,6 +271,7 @@ def _of_steps(alone: WholeRun, run: WholeRun) -> str:
 
 
 def _of_passes(alone: WholeRun, run: WholeRun) -> str:
+    stepped = max((run.union(step).total() for step in range(run.steps)), default=0)
     for own, ranks in _loaders(alone, run):
         if own.replaces or _are_sliced(alone, run, own, ranks):
             continue
@@ -278,7 +279,7 @@ def _of_passes(alone: WholeRun, run: WholeRun) -> str:
         for turn, (expected, *shares) in enumerate(
             zip_longest(own.passes, *(rank.passes for rank in ranks), fillvalue=Pass())
         ):
-            sentence = _of_pass(own, ranks, expected, shares, indexed)
+            sentence = _of_pass((own, ranks), expected, shares, indexed, stepped)
             if sentence:
                 return f"in pass {turn} over a DataLoader {sentence}"
     return ""
@@ -300,9 +301,22 @@ def _is_one_dataset(own: LoaderSeen, ranks: Sequence[LoaderSeen]) -> bool:
 
 
 def _of_pass(
-    own: LoaderSeen, ranks: Sequence[LoaderSeen], expected: Pass, shares: Sequence[Pass], indexed: bool
+    loaders: tuple[LoaderSeen, Sequence[LoaderSeen]],
+    expected: Pass,
+    shares: Sequence[Pass],
+    indexed: bool,
+    stepped: int,
 ) -> str:
-    """Return how many rows of a pass are lost or taken twice; empty if none, or if unknown."""
+    """Return how many rows of a pass are lost or taken twice; empty if none, or if unknown.
+
+    Args:
+        loaders: Those of one process and of the ranks.
+        expected: The pass of one process.
+        shares: The passes of the ranks.
+        indexed: Whether indices mean the same rows.
+        stepped: The most rows of all ranks in a step of the optimizer.
+    """
+    own, ranks = loaders
     here = Counter(expected.indices if indexed else expected.rows)
     own_rows = [Counter(share.indices if indexed else share.rows) for share in shares]
     there = sum(own_rows, Counter[str]())
@@ -321,8 +335,10 @@ def _of_pass(
     recognised = indexed or {*there} <= {*here}
     lost = (here - there).total() if recognised and _is_whole(expected, indexed) else 0
     size = len(ranks)
-    # A sampler pads or drops fewer rows than there are ranks, a loader fewer than all of them take in a step.
-    strange = lost >= step + size or twice >= max(step, size) or (lost > 0 and twice >= size)
+    # A sampler pads or drops fewer rows than there are ranks, a loader fewer than all of them take in a step; both drop fewer
+    # rows than a step of the optimizer has, where it takes one batch of each rank.
+    dropped = min(step + size, max(step, stepped) or step + size)
+    strange = lost >= dropped or twice >= max(step, size) or (lost > 0 and twice >= size)
     return _sentence("", lost, twice) if strange else ""
 
 

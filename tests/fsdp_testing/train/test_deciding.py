@@ -57,6 +57,13 @@ def test_a_right_script_passes_and_all_that_it_keeps_is_listed(judge, arguments,
     assert judgement.compared[1] == "compared at the end: weights kept as 'average.weights'"
 
 
+def test_a_loss_that_is_zero_by_design_decides_nothing(judge):
+    judgement = judge("--loss", "zero", inert=False)
+    assert judgement.verdict is Verdict.PASS, judgement
+    assert "not decided: loss: it is zero but for roundings" in judgement.compared, judgement
+    assert judge("--loss", "zero", "--mistake", "summed", inert=False).verdict is Verdict.FAIL
+
+
 @pytest.mark.parametrize(
     ("mistake", "message"),
     [

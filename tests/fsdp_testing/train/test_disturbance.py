@@ -262,6 +262,26 @@ def test_a_matrix_of_garbage_is_not_outvoted_by_one_that_is_right():
     assert decided.enough
 
 
+def test_most_numbers_of_one_step_may_be_undecided_where_those_of_all_steps_are_not():
+    right, left, other = (torch.tensor(numbers) for numbers in ([1.0, 2.0, 3.0], [1.0, 2.0, 3.0], [1.5, 2.5, 3.0]))
+    reference, run = {A: [right, right, left]}, {A: [right, right, other]}
+    decided = Decided()
+    moved = {A: [right, right, left + 0.2]}
+    assert beyond_roundings(reference, run, 8, lambda _: [(reference, moved)], decided) is None
+    assert decided.enough and decided.mostly == {(A, 2)}
+    decided.excuse_zeros(A)
+    assert A not in decided.excused, "they are not zero"
+
+
+def test_what_roundings_move_by_more_than_it_is_may_be_zero():
+    reference, run, moved = ({A: [torch.tensor([number])], RIGHT: [torch.ones(1)]} for number in (1e-8, -1e-8, 5e-8))
+    decided = Decided()
+    assert beyond_roundings(reference, run, 8, lambda _: [(reference, moved)], decided) is None
+    assert decided.unknown == [A] and decided.mostly and decided.open
+    decided.excuse_zeros(A)
+    assert decided.enough and not decided.mostly and not decided.open
+
+
 def test_a_weight_is_decided_by_how_far_it_was_moved():
     start, reference = torch.full((3,), 1.0), torch.full((3,), 1.0 + 2e-6)
     other = torch.full((3,), 1.0 + 4e-6)

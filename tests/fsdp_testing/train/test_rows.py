@@ -57,6 +57,15 @@ def test_shares_of_a_pass_that_overlap_or_leave_rows_out_are_found(ranks, comple
     assert message in strange_shares(run("abcdefgh"), run(*ranks, complete=complete))
 
 
+def test_a_step_of_rows_that_no_rank_takes_is_no_last_batch():
+    alone = run("abcdefghijkl", steps=("ab", "cd"))
+    lost = strange_shares(alone, run("abcd", "ghij", steps=("abgh", "cdij")))
+    assert "4 of the rows that one process takes are taken by no rank" in lost
+    assert strange_shares(alone, run("abcd", "ghijk", steps=("abgh", "cdij"))) == "", "3 rows: the last, dropped"
+    accumulated = run("abcd", "ghij", steps=("abcdghij",))
+    assert strange_shares(alone, accumulated) == "", "half a step, which one process makes and ranks drop"
+
+
 def test_a_rank_may_load_the_batch_of_all_ranks_and_take_its_slice():
     alone, both = run("abcdefgh", steps=("abcd", "efgh")), ("abcdefgh", "abcdefgh")
     assert strange_shares(alone, run(*both, steps=("abcd", "efgh"))) == ""
