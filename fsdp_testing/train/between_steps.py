@@ -51,8 +51,13 @@ def of_disagreement(ranks: Sequence[RankReport], step: int, key: Quantity) -> st
         return ""
     for at, seen in enumerate(zip(*(rank.steps for rank in ranks))):
         after, later = [one.after for one in seen], [_following(rank)[at] for rank in ranks]
-        if at >= step and _apart(key, after) and _is_mean(key, after, later):
+        if at < step:
+            continue
+        if _apart(key, after) and _is_mean(key, after, later):
             return f"Cause: {_BY_DESIGN} Ranks have the same weights again after step {at}."
+        # What makes them the same may be an optimizer of its own, whose step counts with this one.
+        if at > step and not _apart(key, after):
+            return f"Cause: {_BY_DESIGN} Ranks have the same weights again in step {at}."
     return ""
 
 

@@ -12,14 +12,14 @@ from itertools import zip_longest
 import torch
 
 from fsdp_testing.train import between_steps, evidence, multiples
-from fsdp_testing.train.comparison import CLEAR_ROUNDINGS, Difference, suggestion
+from fsdp_testing.train.comparison import CLEAR_ROUNDINGS, Difference, floor, suggestion
 from fsdp_testing.train.control import control
 from fsdp_testing.train.conventions import BATCH_NORM, MEASURED, SCHEDULER, flag
 from fsdp_testing.train.idle import stands_still, still_computes_with_old, still_though_stepped
-from fsdp_testing.train.quantities import RATE, Kind, spans_of_kind
+from fsdp_testing.train.quantities import LOSS, RATE, Kind
 from fsdp_testing.train.spans import assembled
-from fsdp_testing.train.terms_of_worlds import of_backward, wrong_term
-from fsdp_testing.train.whole import Disagreement, WholeRun, first_steps, initial
+from fsdp_testing.train.terms_of_worlds import of_backward, of_own_changes, wrong_term
+from fsdp_testing.train.whole import Disagreement, WholeRun, first_steps
 
 
 def wrong_in_itself(run: WholeRun, accept: Sequence[str]) -> str:
@@ -40,9 +40,20 @@ def wrong_in_itself(run: WholeRun, accept: Sequence[str]) -> str:
 
 def of_same_rows(run: WholeRun, times: int) -> str:
     """Return the sentence on ranks that repeat each other's work."""
+    alike: dict[tuple[tuple[str, ...], ...], list[int]] = {}
+    for rank in range(run.size):
+        alike.setdefault(tuple(step[rank] for step in run.rows), []).append(rank)
+    same = f"the same rows at every step ({len(run.rows[0][0])} at step 0): each is seen {times} times"
+    if len(alike) == 1:
+        return (
+            f"every rank trains on {same}. Cause: the data are not divided among the ranks. Give the DataLoader a "
+            "DistributedSampler, or take each rank's slice."
+        )
+    groups = ", and ".join(f"ranks {_listed(ranks)}" for ranks in alike.values() if len(ranks) > 1)
     return (
-        f"every rank trains on the same rows at every step ({len(run.rows[0][0])} at step 0): each is seen {times} times. "
-        "Cause: the data are not divided among the ranks. Give the DataLoader a DistributedSampler, or take each rank's slice."
+        f"{groups} train on {same}. Cause: the data are divided among {len(alike)} of {run.size} ranks, as by a sampler with "
+        "the rank and the number of one dimension of a mesh. Ranks that shard a model and ranks that replicate it all take rows "
+        "of their own: use those of both."
     )
 
 
@@ -91,51 +102,6 @@ def _order(run: WholeRun) -> str:
     )
 
 
-def of_start(run: WholeRun) -> str:
-    """Return why ranks begin with different weights; empty if they do not."""
-    before = [spans_of_kind(seen.before, Kind.PARAMETER) for seen in first_steps(run)]
-    for name in before[0] if before else ():
-        odd = assembled([spans.get(name, ()) for spans in before])[1]
-        if odd is not None and any(any(seen.terms.moved) for seen in first_steps(run)):
-            return (
-                f"ranks 0 and {odd} hold different weights when the optimizer first steps, first {name}. Cause: weights are "
-                "changed between the backward passes of a step, with numbers that differ between ranks. Reduce them first."
-            )
-        if odd is not None:
-            return (
-                f"ranks 0 and {odd} start from different weights, first in {name}. Cause: the seed depends on the rank and "
-                "nothing copies the weights of rank 0. Use one seed on all ranks, or broadcast the parameters."
-            )
-    return ""
-
-
-def of_other_start(reference: WholeRun, run: WholeRun, difference: Difference) -> str:
-    """Return why a world begins with different weights from one process, and how to make it comparable."""
-    if difference.quantity not in initial(run, 1):
-        return (
-            "The model is made during the training, and all steps before agree. Either its weights are drawn with a seed that "
-            "depends on the number of ranks, or the ranks compute them wrongly from what they trained."
-        )
-    seeds = {seen.evidence.seed for world in (reference, run) for seen in first_steps(world)}
-    if len(seeds) > 1:
-        return "The seed depends on the number of ranks: make the model from one that does not."
-    shards = any(
-        span.stop - span.start < torch.Size(span.shape).numel()
-        for rank in first_steps(run)
-        for spans in rank.before.values()
-        for span in spans
-    )
-    drawn = (
-        "They are drawn after the model was sharded, by each rank for its own shards"
-        if shards
-        else "Different random numbers are drawn for them, or before them"
-    )
-    return (
-        f"The seed is the same. {drawn}, so that they depend on the number of ranks. Draw them for the whole model before it "
-        "is sharded, or load the same checkpoint on every number of ranks."
-    )
-
-
 def of_disagreement(run: WholeRun, odd: Disagreement) -> str:
     """Return why ranks hold different values of a shared quantity."""
     if odd.kind is Kind.BUFFER:
@@ -156,6 +122,7 @@ def of_disagreement(run: WholeRun, odd: Disagreement) -> str:
         or _own_settings(run, odd.step)
         or _moved_apart(run, odd)
         or (_local_norm(run, odd.step) if reduced else "")
+        or of_own_changes(run, odd, CLEAR_ROUNDINGS)
         or multiples.of_unreduced(run, odd)
         or by_evidence
         or multiples.of_updates(run, odd)
@@ -292,6 +259,8 @@ def of_difference(reference: WholeRun, run: WholeRun, difference: Difference) ->
         or wrong_term(reference, run, CLEAR_ROUNDINGS)
         or (step >= 0 and multiples.of_gradients(reference, run, step))
         or multiples.of_change(reference, run, difference)
+        or _of_buffers(reference, run, difference)
+        or _of_forward(reference, run, difference)
         or _loss(difference)
         or _of_backward(reference, run, difference)
         or suggestion(difference, run.size)
@@ -302,6 +271,26 @@ def _of_backward(reference: WholeRun, run: WholeRun, difference: Difference) -> 
     if difference.quantity.kind not in (Kind.GRADIENT, Kind.UNCLIPPED) or run.shares_work:
         return ""
     return of_backward(reference, run, difference.quantity, difference.step, CLEAR_ROUNDINGS)
+
+
+def _of_forward(reference: WholeRun, run: WholeRun, difference: Difference) -> str:
+    """Say that forward differs already, where ranks share its work."""
+    step = difference.step
+    losses = [world.quantities.get(LOSS, [])[step : step + 1] for world in (reference, run)]
+    if (
+        not run.shares_work
+        or difference.quantity.kind not in (Kind.UNCLIPPED, Kind.GRADIENT, Kind.LOSS)
+        or not all(losses)
+    ):
+        return ""
+    due, got = (float(one[0].double().sum()) for one in losses)
+    if abs(got - due) <= floor(losses[0][0].dtype, CLEAR_ROUNDINGS) * abs(due):
+        return ""
+    return (
+        f"Weights and rows are those of one process, and the loss at this step is not: {got:.6g}, expected {due:.6g}. So forward "
+        "differs, whose work the ranks share. Look for what each adds before a sum over ranks (the bias of a row-parallel "
+        "layer, a residual), or for a sum that is missing."
+    )
 
 
 def _of_step(reference: WholeRun, run: WholeRun, step: int) -> str:
@@ -370,6 +359,26 @@ def _batch_norm(run: WholeRun, step: int) -> str:
         "Cause: BatchNorm normalises the rows of each rank alone: each rank's own statistic, by design or by mistake. Use "
         f"SyncBatchNorm, or another normalisation; otherwise N ranks are not one process. {flag(BATCH_NORM)}"
     )
+
+
+def _of_buffers(reference: WholeRun, run: WholeRun, difference: Difference) -> str:
+    """Name a buffer that differs where weights before the step agree: what it adds to forward differs, too."""
+    if difference.quantity.kind not in (Kind.LOSS, Kind.UNCLIPPED, Kind.GRADIENT):
+        return ""
+    step = difference.step
+    for key in reference.names(Kind.BUFFER):
+        due, got = (world.quantities.get(key, [])[step : step + 1] for world in (reference, run))
+        if not (due and got and due[0].numel() and due[0].shape == got[0].shape and due[0].is_floating_point()):
+            continue
+        bound = floor(due[0].dtype, CLEAR_ROUNDINGS) * float(due[0].abs().max())
+        here = multiples.multiple_of(got[0], due[0], bound)
+        if not here.same:
+            how = f"is {here.times:.6g} times that" if here.times is not None else "is not that"
+            return (
+                f"At this step {key} {how} of one process, too. Look first at what the script keeps there: a statistic of each "
+                "rank's own rows, a sum over ranks, or a step scaled by their number."
+            )
+    return ""
 
 
 def _loss(difference: Difference) -> str:

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from fsdp_testing.cases.records import Verdict
 from fsdp_testing.errors import InvalidArgument
-from fsdp_testing.train import causes
+from fsdp_testing.train import causes, starts
 from fsdp_testing.train.by_batches import (
     OtherRows,
     constant_divisor,
@@ -43,7 +43,7 @@ from fsdp_testing.train.parts import doubled, loading, shares_rows, takers, with
 from fsdp_testing.train.quantities import Kind
 from fsdp_testing.train.report import Judgement
 from fsdp_testing.train.rows import prepared_apart, strange_shares, taken_elsewhere, unknown_shares
-from fsdp_testing.train.running import Failed, Runner, Undecided
+from fsdp_testing.train.running import Failed, NotEnded, Runner, Undecided
 from fsdp_testing.train.whole import WholeRun, first_steps, initial, outdated_in_use, own_parts, whole
 
 
@@ -154,10 +154,13 @@ def check_disagreements(pair: Pair, kinds: Sequence[Kind] = tuple(Kind)) -> None
 def _judge_with_rows(runner: Runner, runs: dict[int, WholeRun], size: int) -> Judgement:
     """Judge a script, whose ranks choose their own rows."""
     alone = runs[1]
-    run = runs[size] = with_parts_in_place(alone, runner.run(size, RunSettings(keep_data=True)))
+    seen = runner.run(size, RunSettings(keep_data=True))
+    check_waits(runner, seen)
+    run = runs[size] = with_parts_in_place(alone, seen)
+    if lacking := starts.nowhere(alone, run):
+        raise Failed(lacking)
     check_waits(runner, run)
-    wrong = causes.wrong_in_itself(run, runner.start.accept)
-    times = doubled(run)
+    wrong, times = causes.wrong_in_itself(run, runner.start.accept), doubled(run)
     if wrong or times > 1:
         raise Failed(wrong or causes.of_same_rows(run, times))
     _check_shapes(alone, run)
@@ -254,7 +257,7 @@ def _pair(
 
 
 def _check_replicas(run: WholeRun) -> None:
-    apart = causes.of_start(run)
+    apart = starts.of_start(run)
     if apart and any(seen.sent for seen in first_steps(run)):
         raise Undecided(
             "each rank has different weights under the same names, and the ranks send to one another, as pipeline "
@@ -311,12 +314,24 @@ def _reference(runner: Runner, alone: WholeRun, run: WholeRun, loaded: WholeRun)
         return alone, Feed()
     feeds = feeds_of([rank.taken for rank in loaded.ranks], alone.forwards(), run.forwards())
     tried: list[tuple[WholeRun, Feed]] = []
+    ended: dict[str, NotEnded] = {}
     for feed in feeds:
-        fed = runner.run(1, RunSettings(feed=feed))
+        try:
+            fed = runner.run(1, RunSettings(feed=feed))
+        except NotEnded as why:
+            ended[str(feed)] = why
+            continue
         if same_data(fed, run) or ((feed.pads or feed.blind) and same_moments(fed, run, counts=not feed.blind)):
             check_numbers(runner, fed)
             return fed, feed
         tried.append((fed, feed))
+    if not tried and ended:
+        raise Undecided(
+            f"one process was given the rows of all ranks ({', then '.join(ended)}), and {next(iter(ended.values()))} The script "
+            "runs on its own rows, and may count on as many as a rank has. Mark the line where it has its batch ready: "
+            "`x, y = fsdp_testing.batch(x, y)`.",
+            next(iter(ended.values())).output,
+        )
     if not tried:
         raise Undecided(
             "each rank takes its own rows, and neither a DataLoader nor the arguments of forward determine the loss. "
@@ -349,6 +364,7 @@ def _check_shapes(alone: WholeRun, run: WholeRun) -> None:
         )
 
 
+_GIVEN = ". It got the weights with which the ranks begin, which differ from those that it draws"
 _OF_FIRST_ROWS = (
     "Cause: weights are set after the first forward began, without random numbers, as an initialisation by the first rows does, "
     "and from other numbers than one process has: reduce what a rank computes of its own rows before the weights are made of it."
@@ -366,7 +382,10 @@ def _with_same_start(pair: Pair) -> tuple[Pair, str]:
     difference = other_start(pair)
     if difference is None:
         return pair, ""
-    other = f"starts from different weights than one process: {difference}. {causes.of_other_start(reference, run, difference)}"
+    other = f"starts from different weights than one process: {difference}. "
+    if wrong := starts.not_loaded(reference, run, difference):
+        raise Failed(other + wrong)
+    other += starts.of_other_start(reference, run, difference)
     if not may_be_given_weights(run):
         raise Undecided(other)
     given = pair.with_weights()
@@ -378,4 +397,4 @@ def _with_same_start(pair: Pair) -> tuple[Pair, str]:
         raise Failed(f"holds other weights than one process when the optimizer first steps: {still}. {_OF_FIRST_ROWS}")
     if still is not None:
         raise Undecided(other)
-    return given, ". It got the weights with which the ranks begin, which differ from those that it draws"
+    return given, _GIVEN + starts.equal_shards(reference, run)

@@ -21,6 +21,7 @@ from fsdp_testing.train.pair import Pair, fail
 from fsdp_testing.train.quantities import LOSS, Kind, Quantities, Quantity
 from fsdp_testing.train.report import KINDS, compared_lines
 from fsdp_testing.train.running import Failed, Undecided
+from fsdp_testing.train.terms_of_worlds import AFTER_BACKWARD
 from fsdp_testing.train.whole import WholeRun, copies_left_out, initial, means_of_weights, outdated_in_use, with_ends
 
 
@@ -172,9 +173,15 @@ def _fail_by(pair: Pair, difference: Difference, names: Sequence[Quantity], trai
         outdated = outdated_in_use(pair.run)
         apart = apart and not outdated
         cause = f"Cause: {outdated}" if outdated else cause
-    if not cause.startswith("Cause: ") and not is_set:
-        cause = multiples.OWN_IN_FORWARD if apart else pair.cause_of_ranks(difference) or cause
+    if not cause.startswith(("Cause: ", AFTER_BACKWARD)) and not is_set:
+        suspect = "" if pair.varied else readings.suspects(pair.reference, pair.run, difference.step)
+        cause = multiples.OWN_IN_FORWARD if apart else pair.cause_of_ranks(difference) or _with(suspect, cause)
     fail(pair, difference, cause)
+
+
+def _with(suspect: str, cause: str) -> str:
+    """Return a hint behind what is told where no cause was seen."""
+    return f"{cause} {suspect}" if suspect else cause
 
 
 def _undecided(decided: Decided, *, exact: bool) -> list[str]:

@@ -89,7 +89,10 @@ def still_though_stepped(run: WholeRun) -> str:
 def idle_lines(run: WholeRun) -> list[str]:
     """Return sentences on parts without effect, and on the dtypes of weights, gradients and the optimizer's state."""
     return [
-        *filter(None, [_zero_steps(run), _loss(run), _unreached(run), _rates(run), _schedules(run), _clips(run)]),
+        *filter(
+            None,
+            [_zero_steps(run), _loss(run), _unreached(run), _unmoved(run), _rates(run), _schedules(run), _clips(run)],
+        ),
         *filter(None, [_hooks(run)]),
         *_dtypes(run),
     ]
@@ -114,6 +117,17 @@ def _unreached(run: WholeRun) -> str:
     if not without:
         return ""
     return f"nothing: no gradient other than zero reaches {len(without)} of {len(keys)} parameters, first {without[0]}"
+
+
+def _unmoved(run: WholeRun) -> str:
+    """A sentence on parameters that no step changes, though a gradient reaches them and others change."""
+    start, keys = initial(run), run.names(Kind.PARAMETER)
+    still = [key for key in keys if key in start and all(torch.equal(start[key][0], v) for v in run.quantities[key])]
+    reached = {key.name for key in run.names(Kind.GRADIENT) if any(bool(v.any()) for v in run.quantities[key])}
+    names = [key.name for key in still if key.name in reached and start[key][0].dtype not in _NARROW]
+    if not names or len(still) == len(keys):
+        return ""
+    return f"nothing: no step changes {len(names)} of {len(keys)} parameters, first {names[0]}, though a gradient reaches them"
 
 
 def _rates(run: WholeRun) -> str:

@@ -187,6 +187,11 @@ def of_unreduced(run: WholeRun, odd: Disagreement) -> str:
         if late
         else "Wrap or shard the module that holds them too (the root as well), or all-reduce them."
     )
+    if run.shares_work and len({*zip(*run.rows)}) == run.size:
+        advice = (
+            "Ranks that have parts of one layer (tensor parallelism) must take the same rows, and no two ranks do: give the "
+            "sampler rank and number of the data-parallel dimension. Otherwise all-reduce these gradients."
+        )
     return (
         f"Cause: the gradients of {len(own)} of {len(seen[0])} parameters are not reduced, first that of {own[0]}: each rank has "
         f"its own when the optimizer steps. {advice}"

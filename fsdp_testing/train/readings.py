@@ -21,6 +21,8 @@ from fsdp_testing.train.whole import WholeRun
 
 MEAN = "the mean over ranks"
 _MOST_ROWS = 512
+_NEAR_SIZE = 1e-3
+_IF_USED = "If it sets a coefficient, a threshold or a schedule, take its mean over ranks."
 READINGS = (MEAN, "the sum over ranks", "the mean over ranks by their rows", "the mean over ranks and backward passes")
 
 
@@ -103,6 +105,27 @@ def _are_own(run: WholeRun, line: str, alone: torch.Tensor) -> bool:
     if len(tensors) < run.size or any(numbers.shape != alone.shape for numbers in tensors.values()):
         return False
     return _near(torch.stack([*tensors.values()]).double().mean(0), alone)
+
+
+def suspects(reference: WholeRun, run: WholeRun, step: int) -> str:
+    """Return a hint at the first number read before a step that is a multiple of one process's, or each rank's own; or empty.
+
+    What is read may set what is trained. A rank's loss is its own in a right script, too.
+    """
+    for line, taken in run.ranks[0].numbers.items():
+        one = reference.ranks[0].numbers.get(line, NumbersTaken()).plain[:step].to(taken.dtype)
+        ranks = [rank.numbers[line].plain[:step] for rank in run.ranks if line in rank.numbers]
+        if len(ranks) < run.size or not len(one) or any(len(other) != len(one) for other in ranks):
+            continue
+        shared = all(torch.equal(ranks[0], each) for each in ranks)
+        known = one.abs() > floor(taken.dtype, CLEAR_ROUNDINGS) ** 0.5 * one.abs().max()
+        times = factor(one[known], ranks[0][known]) if shared and bool(known.any()) else None
+        if times is not None and abs(times - run.size) < _NEAR_SIZE:
+            return f"The number read at {line} before is {run.size} times that of one process: a sum over ranks. {_IF_USED}"
+        losses = all(is_loss(run, place, numbers) for place, numbers in enumerate(ranks))
+        if not shared and not losses:
+            return f"The number read at {line} before is each rank's own. {_IF_USED}"
+    return ""
 
 
 def at_line(line: str, run: WholeRun) -> Quantities:

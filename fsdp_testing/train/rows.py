@@ -336,8 +336,9 @@ def _of_pass(
     lost = (here - there).total() if recognised and _is_whole(expected, indexed) else 0
     size = len(ranks)
     # A sampler pads or drops fewer rows than there are ranks, a loader fewer than all of them take in a step; both drop fewer
-    # rows than a step of the optimizer has, where it takes one batch of each rank.
-    dropped = min(step + size, max(step, stepped) or step + size)
+    # rows than a step of the optimizer has, where it takes one batch of each rank and all batches but the last are alike.
+    alike = indexed and stepped and all(len({*share.sizes[:-1]}) <= 1 for share in shares)
+    dropped = min(step + size, max(step, stepped)) if alike else step + size
     strange = lost >= dropped or twice >= max(step, size) or (lost > 0 and twice >= size)
     return _sentence("", lost, twice) if strange else ""
 

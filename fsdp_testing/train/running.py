@@ -29,6 +29,10 @@ class Undecided(Exception):
         self.output = output
 
 
+class NotEnded(Undecided):
+    """A script did not end well in one process."""
+
+
 class Failed(Exception):
     """Ends the judgement of a world: it is wrong.
 

@@ -28,7 +28,7 @@ from fsdp_testing.train.nan import ReadTooEarly
 from fsdp_testing.train.on_rank import RankReport, RunSettings
 from fsdp_testing.train.report import Judgement, TrainingDiffers, TrainingUndecided, TrainReport
 from fsdp_testing.train.resuming import judge_resumed
-from fsdp_testing.train.running import Failed, RunListener, Runner, Start, Undecided, unequal_ends
+from fsdp_testing.train.running import Failed, NotEnded, RunListener, Runner, Start, Undecided, unequal_ends
 from fsdp_testing.train.script_job import ScriptJob
 from fsdp_testing.train.streams import judge_streams
 from fsdp_testing.train.surroundings import show_files
@@ -336,7 +336,7 @@ def _ending(outcome: WorldOutcome, *, works: bool = False) -> Exception:
         )
     sentence = f"did not end well: {str(outcome.cause).rstrip('.')}.{where}"
     if not several:
-        return Undecided(sentence, output)
+        return NotEnded(sentence, output)
     return Failed(sentence, output=output)
 
 

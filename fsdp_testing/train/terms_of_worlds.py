@@ -14,11 +14,16 @@ from fsdp_testing.train.comparison import floor, part
 from fsdp_testing.train.control import backward_pass, taken_apart
 from fsdp_testing.train.multiples import UNEVEN, weights_of
 from fsdp_testing.train.quantities import LOSS, Kind, Quantity
+from fsdp_testing.train.spans import assembled
 from fsdp_testing.train.terms import summed_terms
-from fsdp_testing.train.whole import WholeRun
+from fsdp_testing.train.whole import Disagreement, WholeRun
 
 _FEW = 8
 """Roundings by which the losses of both worlds may differ if they are the same loss."""
+
+
+AFTER_BACKWARD = "It begins to differ after backward"
+"""Then it is no statistic of a rank's rows in forward, or in the loss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +108,49 @@ def _of_weights(wrong: _Wrong, size: int) -> str:
     )
 
 
+def of_own_changes(run: WholeRun, odd: Disagreement, roundings: float) -> str:
+    """Return the cause if ranks have the same gradient, of backward or reduced, and each steps one that it made of it.
+
+    A gradient that is not reduced is a multiple of the rank's own; one that some ranks reduce has shares of theirs.
+    """
+    if odd.kind is not Kind.PARAMETER:
+        return ""
+    seen = [rank.steps[odd.step] for rank in run.ranks]
+    stepped, terms = [one.of(Kind.GRADIENT) for one in seen], [summed_terms(one.terms.passes) for one in seen]
+    # Ranks that work together on rows mix them in backward already.
+    reduced = not run.shares_work and all(all(one.evidence.reduced[-1:]) for one in seen)
+    for name in stepped[0]:
+        spans = [one.get(name, ()) for one in stepped]
+        if assembled(spans)[1] is None or not all(name in one for one in terms):
+            continue
+        got = [assembled([held])[0].double().reshape(-1) for held in spans]
+        own = [one[name].double().reshape(-1) for one in terms]
+        if any(one.shape != own[0].shape for one in (*got, *own)) or len(own[0]) <= 2 * run.size:
+            continue
+        bound = floor(torch.float32, roundings) * max(float(one.abs().max()) for one in (*got, *own))
+        how = _changed(got, own, bound, reduced=reduced)
+        if not how:
+            return ""
+        return (
+            f"Cause: {how}, and then each rank steps another one: at step {odd.step} first that of {name} differs. Look "
+            "between backward and the step for a norm or a factor of a rank's own, a statistic of its rows, or noise that it "
+            "draws: reduce it, or draw it from one seed."
+        )
+    return ""
+
+
+def _changed(got: Sequence[torch.Tensor], own: Sequence[torch.Tensor], bound: float, *, reduced: bool) -> str:
+    """Return which gradient ranks have in common before each changes it; empty if none, or if that is not certain."""
+    if all(bool((one - own[0]).abs().le(bound).all()) for one in own):
+        return "backward gives all ranks the same gradient"
+    singular = torch.linalg.svdvals(torch.stack([*own], 1))
+    if not reduced or not bool(singular[-1] > UNEVEN * singular[0]):
+        return ""
+    shares = [weights_of(one, own, bound) for one in got]
+    equal = [share is None or max(share) - min(share) < UNEVEN * max(map(abs, share)) for share in shares]
+    return "gradients are reduced" if all(equal) else ""
+
+
 def of_backward(reference: WholeRun, run: WholeRun, key: Quantity, step: int, roundings: float) -> str:
     """Say whether gradients of a step begin to differ in backward, or between backward and the step; empty if not certain.
 
@@ -122,9 +170,9 @@ def of_backward(reference: WholeRun, run: WholeRun, key: Quantity, step: int, ro
         due, got, (reference, run), key, step
     ):
         return (
-            "It begins to differ after backward, whose mean over ranks is the gradient of one process: what the script does with "
-            "gradients before the step depends on the rank or on the number of ranks (a norm, or a factor, of a rank's own "
-            "shard; a reduction by hand)."
+            f"{AFTER_BACKWARD}, whose mean over ranks is the gradient of one process: what the script does with gradients "
+            "before the step depends on the rank or on the number of ranks (a clip of a rank's own gradient before the "
+            "reduction; a norm, or a factor, of a rank's own shard; a reduction by hand)."
         )
     stepped, losses = run.quantities[key], [world.quantities.get(LOSS, []) for world in (reference, run)]
     reduced = key.name in got and step < len(stepped) and near(stepped[step].double().reshape(-1), got[key.name])
@@ -137,8 +185,8 @@ def of_backward(reference: WholeRun, run: WholeRun, key: Quantity, step: int, ro
     return (
         "It begins to differ in backward: losses are those of one process, and gradients are the mean over ranks of what "
         "backward gives. The gradient of a part of the loss is lost on its way back, or counted twice. Look for a collective in "
-        "forward (no gradient passes those of torch.distributed; it does those of torch.distributed.nn.functional), an "
-        "autograd.Function, a detach."
+        "forward (no gradient passes those of torch.distributed; all_gather of torch.distributed.nn.functional, on gloo, gives a "
+        "wrong one where the gradient is not contiguous), an autograd.Function, a detach."
     )
 
 

@@ -29,6 +29,7 @@ def test_weights_averaged_after_each_step_of_sgd_are_those_of_one_process():
     [
         (("--optimizer", "Adam"), "parameter 0.weight at step 0"),
         (("--period", "2"), "parameter 0.weight differs between ranks 0 and 1 at step 0"),
+        (("--period", "2", "--mistake", "outer"), "parameter 0.weight differs between ranks 0 and 1 at step 0"),
     ],
 )
 def test_other_averages_differ_by_design(arguments, place):

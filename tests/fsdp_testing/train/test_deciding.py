@@ -16,8 +16,10 @@ from fsdp_testing.cases.records import Verdict
 from fsdp_testing.ranks.pool import default_pool
 from fsdp_testing.train.check import judged
 from fsdp_testing.train.pair import Pair
+from fsdp_testing.train.readings import suspects
 from fsdp_testing.train.running import Runner
 from fsdp_testing.train.script import Launch
+from fsdp_testing.train.surroundings import NumbersTaken
 
 SCRIPT = str(Path(__file__).parent / "with_extras.py")
 
@@ -87,11 +89,32 @@ def test_each_mistake_beside_the_weights_is_found(judge, mistake, message):
 def test_a_sum_over_ranks_that_python_divides_is_compared_as_it_is_then(judge):
     judgement = judge("--mistake", "divided in Python", inert=False)
     assert judgement.verdict is Verdict.PASS, judgement
-    assert any(re.match(r"compared: the number read at with_extras.py:106, 2", line) for line in judgement.compared)
+    assert any(re.match(r"compared: the number read at with_extras.py:112, 2", line) for line in judgement.compared)
+
+
+def test_a_buffer_that_differs_beside_the_loss_is_named(judge):
+    judgement = judge("--mistake", "scaled mean", inert=False)
+    assert judgement.verdict is Verdict.FAIL, judgement
+    assert "At this step buffer 0.mean is 2 times that of one process, too." in judgement.sentence, judgement
+
+
+def test_a_number_that_was_read_before_a_difference_is_suspected():
+    def world(*ranks):
+        losses = [SimpleNamespace(losses=(3.0,)), SimpleNamespace(losses=(2.0,))]
+        numbers = [{"train.py:9": NumbersTaken(read=list(read), values=list(read))} for read in ranks]
+        return SimpleNamespace(size=len(ranks), ranks=[SimpleNamespace(numbers=each, steps=losses) for each in numbers])
+
+    one = world((1.5, 1.0))
+    assert "The number read at train.py:9 before is 2 times that" in suspects(one, world((3.0, 2.0), (3.0, 2.0)), 2)
+    assert "The number read at train.py:9 before is each rank's own" in suspects(one, world((1.0, 1.5), (2.0, 0.5)), 2)
+    assert suspects(one, world((3.0, 2.0), (3.0, 2.0)), 0) == suspects(one, world((1.5, 1.0), (1.5, 1.0)), 2) == ""
+    assert (
+        suspects(one, world((3.0, 2.0), (3.0, 2.0)), 1) != "" and suspects(one, world((1.5, 7.0), (1.5, 7.0)), 1) == ""
+    )
 
 
 def test_a_loss_that_one_rank_logs_is_known_whatever_python_divides_it_by(judge):
-    for mistake, line in (("sum on rank 0", 108), ("sum on rank 0, rarely", 110)):
+    for mistake, line in (("sum on rank 0", 114), ("sum on rank 0, rarely", 116)):
         judgement = judge("--mistake", mistake, inert=False)
         assert judgement.verdict is Verdict.FAIL, judgement
         assert re.search(rf"with_extras.py:{line} .* reduced wrongly \(2 times as large", judgement.sentence), judgement
@@ -100,7 +123,7 @@ def test_a_loss_that_one_rank_logs_is_known_whatever_python_divides_it_by(judge)
 def test_a_time_that_is_logged_is_not_compared(judge):
     judgement = judge("--mistake", "time", inert=False)
     assert judgement.verdict is Verdict.PASS, judgement
-    assert any(re.match(r"not compared: the number read at with_extras.py:114", line) for line in judgement.compared)
+    assert any(re.match(r"not compared: the number read at with_extras.py:120", line) for line in judgement.compared)
 
 
 def test_a_sum_that_clipping_hides_is_found_before_the_clip(judge):

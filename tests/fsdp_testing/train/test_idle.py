@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,8 +11,10 @@ from torch import nn
 
 from fsdp_testing import check_training
 from fsdp_testing.cases.records import Verdict
+from fsdp_testing.train import idle as module
 from fsdp_testing.train.comparison import side_by_side
 from fsdp_testing.train.function import TrainingDiffers, TrainingUndecided
+from fsdp_testing.train.quantities import Kind, Quantity
 from fsdp_testing.train.script import Launch, examine
 
 SCRIPT = str(Path(__file__).parent / "with_idle_parts.py")
@@ -42,6 +45,21 @@ def test_what_does_nothing_is_told(idle, lines):
     told = [line for line in judgement.compared if line.startswith(("nothing", "warning", "dtypes", "compared with"))]
     assert all(any(line.startswith(words) for line in told) for words in lines), judgement
     assert len([line for line in told if line.startswith("nothing")]) == (idle not in ("none", "bfloat16")), told
+
+
+def test_a_parameter_that_no_step_changes_though_a_gradient_reaches_it_is_told(monkeypatch):
+    weight, bias = (Quantity(Kind.PARAMETER, name) for name in ("weight", "bias"))
+    start = {weight: [torch.zeros(2)], bias: [torch.ones(2)]}
+    monkeypatch.setattr(module, "initial", lambda _run: start)
+
+    def told(gradient, bias_after):
+        quantities = {Quantity(Kind.GRADIENT, "bias"): [gradient], weight: [torch.ones(2)], bias: [bias_after]}
+        run = SimpleNamespace(quantities=quantities, names=lambda kind: [key for key in quantities if key.kind is kind])
+        return module._unmoved(run)
+
+    one = "nothing: no step changes 1 of 2 parameters, first bias, though a gradient reaches them"
+    assert told(torch.ones(2), torch.ones(2)) == one
+    assert told(torch.zeros(2), torch.ones(2)) == told(torch.ones(2), torch.zeros(2)) == ""
 
 
 HOOKS = str(Path(__file__).parent / "with_hooks.py")

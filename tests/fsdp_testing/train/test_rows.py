@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fsdp_testing.train.batches import row_digests
+from fsdp_testing.train.causes import of_same_rows
 from fsdp_testing.train.loaders import LoaderSeen, Pass
 from fsdp_testing.train.rows import prepared_apart, strange_shares, taken_elsewhere, unknown_shares
 
@@ -58,12 +59,25 @@ def test_shares_of_a_pass_that_overlap_or_leave_rows_out_are_found(ranks, comple
 
 
 def test_a_step_of_rows_that_no_rank_takes_is_no_last_batch():
-    alone = run("abcdefghijkl", steps=("ab", "cd"))
-    lost = strange_shares(alone, run("abcd", "ghij", steps=("abgh", "cdij")))
+    def of(*ranks, **options):
+        return run(*ranks, indices=ranks, dataset=("12", "digest of row 0"), **options)
+
+    alone = of("abcdefghijkl", steps=("ab", "cd"))
+    lost = strange_shares(alone, of("abcd", "ghij", steps=("abgh", "cdij")))
     assert "4 of the rows that one process takes are taken by no rank" in lost
-    assert strange_shares(alone, run("abcd", "ghijk", steps=("abgh", "cdij"))) == "", "3 rows: the last, dropped"
-    accumulated = run("abcd", "ghij", steps=("abcdghij",))
+    assert strange_shares(alone, of("abcd", "ghijk", steps=("abgh", "cdij"))) == "", "3 rows: the last, dropped"
+    uneven = of("abcd", "ghij", steps=("abgh", "cdij"))
+    uneven.ranks[0].taken.loaders[0].passes[0].sizes = [1, 3, 1]
+    assert strange_shares(alone, uneven) == "", "batches of a budget, of which the last may be the largest"
+    accumulated = of("abcd", "ghij", steps=("abcdghij",))
     assert strange_shares(alone, accumulated) == "", "half a step, which one process makes and ranks drop"
+
+
+def test_ranks_of_one_group_that_take_the_same_rows_are_named():
+    world = SimpleNamespace(size=4, rows=[[("a",), ("b",), ("a",), ("b",)]])
+    assert "ranks 0, 2, and ranks 1, 3 train on the same rows at every step (1 at step 0): each is seen 2 times" in (
+        of_same_rows(world, 2)
+    )
 
 
 def test_a_rank_may_load_the_batch_of_all_ranks_and_take_its_slice():

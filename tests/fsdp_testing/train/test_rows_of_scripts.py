@@ -71,6 +71,10 @@ def test_wrong_twins_fail(arguments, steps, says):
             ("in the loop",),
             r"but at step 0 it trains on other rows.* in the loop\) cannot be replayed, nor .*\. Mark",
         ),
+        (
+            ("fixed", "--marked"),
+            "one process was given the rows of all ranks .*, and did not end well: .* Mark the line where",
+        ),
         (("transposed", "--marked"), "the marked line has its rows along another dimension .* transpose after it"),
         (
             ("time first", "--mistake", "twice"),

@@ -52,6 +52,11 @@ def test_where_a_gradient_begins_to_differ(mistake, message):
     ("mistake", "message"),
     [
         ("clip before", r"Cause: at step 0 the gradient of \S+ is \S+ x rank 0's \+ \S+ x rank 1's \+ .*equal weights"),
+        ("clamp before", r"It begins to differ after backward, .* \(a clip of a rank's own gradient"),
+        (
+            "own noise",
+            r"differs between ranks 0 and 1 .*Cause: gradients are reduced, and then each rank steps another one: at step 0",
+        ),
         ("broadcast", "Cause: at step 0 the gradient of scale is that of rank 0 alone"),
     ],
 )

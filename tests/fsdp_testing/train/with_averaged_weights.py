@@ -41,6 +41,8 @@ optimizer = (ByHand if options.optimizer == "ByHand" else getattr(torch.optim, o
 )
 data = TensorDataset(torch.randn(60, 6), torch.randn(60, 1))
 sampler = DistributedSampler(data, shuffle=False)
+kept = [parameter.detach().clone().requires_grad_() for parameter in model.parameters()]
+outer = torch.optim.SGD(kept, lr=0.7)
 for step, (inputs, targets) in enumerate(DataLoader(data, batch_size=12 // dist.get_world_size(), sampler=sampler)):
     optimizer.zero_grad()
     nn.functional.mse_loss(model(inputs), targets).backward()
@@ -48,6 +50,15 @@ for step, (inputs, targets) in enumerate(DataLoader(data, batch_size=12 // dist.
         model[0].weight.grad *= 1.01
     optimizer.step()
     averaged = options.optimizer != "ByHand" and (step + 1) % options.period == 0
+    if averaged and options.mistake == "outer":
+        for old, parameter in zip(kept, model.parameters()):
+            old.grad = old.detach() - parameter.detach()
+            dist.all_reduce(old.grad)
+            old.grad /= dist.get_world_size()
+        outer.step()
+        for old, parameter in zip(kept, model.parameters()):
+            parameter.data.copy_(old)
+        continue
     for parameter in model.parameters() if averaged else ():
         if options.mistake == "broadcast":
             dist.broadcast(parameter.data, 0)

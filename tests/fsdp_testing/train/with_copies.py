@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 arguments = argparse.ArgumentParser()
-arguments.add_argument("--kind", choices=["masters", "flat masters", "two", "players", "state first", "meta"])
+arguments.add_argument("--kind", choices=["masters", "flat masters", "two", "players", "state first", "meta", "loaded"])
 arguments.add_argument("--mistake", default="none")
 options = arguments.parse_args()
 kind, mistake = options.kind, options.mistake
@@ -88,7 +88,11 @@ def train_two_players():
 
 def train_shards():
     with torch.device("meta" if kind == "meta" else "cpu"):
-        model = made()
+        model = made(8)
+    if kind == "loaded":
+        pretrained = {name: value + 0.5 for name, value in model.state_dict().items()}
+        if rank == 0 or mistake != "loaded on one":
+            model.load_state_dict(pretrained)
     fully_shard(model)
     if kind == "meta":
         model.to_empty(device="cpu")

@@ -82,6 +82,8 @@ class Block(nn.Module):
 
     def forward(self, hidden):
         wide = nn.functional.linear(Copied.apply(self.norm(hidden)), self.up, self.up_bias).tanh()
+        if mistake == "bias of each":
+            return hidden + AddedUp.apply(nn.functional.linear(wide, self.down) + 0.1)
         return hidden + AddedUp.apply(nn.functional.linear(wide, self.down))
 
 
@@ -99,7 +101,16 @@ class Attention(nn.Module):
         return part + weights @ Gathered.apply(normed)
 
 
+def divide_by_own_norm(parameters):
+    parameters = [*parameters]
+    norm = sum(parameter.grad.square().sum() for parameter in parameters)
+    for parameter in parameters:
+        parameter.grad.mul_(0.1 / norm.sqrt())
+
+
 def train(model, steps=3):
+    for parameter in model.parameters() if mistake == "parts sent" else ():
+        dist.broadcast(parameter.data, 0)
     rate = 0.1 * (1 + rank if mistake == "rate of the rank" else 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
     draw = torch.Generator().manual_seed(1)
@@ -121,6 +132,7 @@ def train(model, steps=3):
                     parameter.grad /= size
         if mistake == "summed" and rank == 0:
             next(iter(model.parameters())).grad.mul_(size)
+        divide_by_own_norm(model.parameters() if mistake == "own norm" else ())
         optimizer.step()
         optimizer.zero_grad()
 

@@ -27,12 +27,16 @@ for step in range(3):
         gradient = parameter.grad
         if mistake == "clip before":
             gradient.mul_(0.1 / gradient.norm())
+        if mistake == "clamp before":
+            gradient.clamp_(-0.02, 0.02)
         if mistake == "broadcast" and parameter is model.scale:
             dist.broadcast(gradient, 0)
         else:
             dist.all_reduce(gradient)
             gradient /= size
-        if mistake != "clip before" and parameter is not model.scale:
+        if mistake not in ("clip before", "clamp before") and parameter is not model.scale:
             gradient.mul_(0.1 / gradient.norm())
+        if mistake == "own noise":
+            gradient += 0.01 * torch.randn(gradient.shape, generator=torch.Generator().manual_seed(rank))
     optimizer.step()
 dist.destroy_process_group()

@@ -105,6 +105,8 @@ for epoch in range(3):
             inputs, targets = (part.transpose(0, 1) for part in batch) if kind == "transposed" else batch
             if options.marked:
                 inputs, targets = fsdp_testing.batch(inputs, targets)
+            if kind == "fixed":
+                inputs = torch.zeros(4, 3).copy_(inputs)
             if kind == "in the loop":
                 inputs = inputs + torch.rand_like(inputs)
             if options.inside:
