@@ -273,7 +273,8 @@ def _compare(
             where = f"{key} at step {step}" if steps > 1 else f"{key}"
             if count:
                 decided.open[place] = f"{count} of {one.numel()} numbers of {where}, off by up to {apart.error:.3g}"
-            if 2 * count > one.numel():
+            # Of one or two numbers most are undecided by chance.
+            if 2 * count > one.numel() > 2:
                 decided.mostly.add(place)
         return None
     sentence = f"is off by {apart.error:.3g} (bound {apart.bound:.3g}), most in element {apart.position}: {apart.text}"
