@@ -18,7 +18,7 @@ html_title = "fsdp-testing"
 html_show_copyright = False
 html_copy_source = False
 html_static_path = ["static"]
-html_favicon = "docs/site/static/icon.svg"
+html_favicon = "static/icon.svg"
 html_css_files = ["site.css"]
 html_js_files = [("site.js", {"defer": "defer"})]
 

@@ -76,7 +76,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             check=False,
         )
         assert (made / name / "index.html").is_file(), words
-    build = [sys.executable, "-m", "sphinx", "-q", "-E", "-c", "docs/site", "-d", str(made / "doctrees")]
+    build = [sys.executable, "-m", "sphinx", "-q", "-W", "-E", "-c", "docs/site", "-d", str(made / "doctrees")]
     subprocess.run([*build, ".", str(made / "site")], cwd=ROOT, check=True)
     return made
 
