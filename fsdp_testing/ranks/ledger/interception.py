@@ -223,12 +223,15 @@ def _making(recorder: Recorder, signature: inspect.Signature, args: tuple[Any, .
         return None
     if len({*members}) < len(members) or not {*members} <= {*range(recorder.world_size)}:
         return None
+    if len(members) == 1:
+        # A rank alone meets nobody, so each rank may make its own group of one in the same call.
+        return _call_of_making(())
     return _call_of_making(members if given.get("sort_ranks") is False else tuple(sorted(members)))
 
 
 @functools.cache  # a recorder knows a call by its identity
 def _call_of_making(members: tuple[int, ...]) -> Call:
-    return Call(("new_group", members), f"new_group {list(members)}", moves=False)
+    return Call(("new_group", members), f"new_group {list(members) or 'of one rank'}", moves=False)
 
 
 def _call_watched(method: Callable[..., Any], group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

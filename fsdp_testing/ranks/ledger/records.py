@@ -75,4 +75,4 @@ def group_facts(strings: list[str]) -> dict[int, tuple[str, tuple[int, ...]]]:
 
 def group_string(group: GroupIdentity) -> str:
     """Return the string that `group_facts` reads."""
-    return f"\x00{group.key}\x00{group.label}\x00{','.join(map(str, group.members))}"
+    return f"\x00{group.key}\x00{group.label}\x00{','.join(str(int(rank)) for rank in group.members)}"

@@ -197,7 +197,7 @@ def members_of_halves() -> None:
 @pytest.mark.parametrize(
     ("function", "size", "lists"),
     [
-        (other_members, 2, ("[0]", "[0, 1]")),
+        (other_members, 2, ("of one rank", "[0, 1]")),
         (other_members_of_three, 3, ("[0, 2]", "[0, 1]")),
         (members_of_halves, 4, ("[0, 1]", "[2, 3]")),
     ],
@@ -212,6 +212,17 @@ def test_groups_of_other_members_are_told_at_once(
         )
     assert "ranks disagree: collective #1 of the making of groups differs: " in outcome.cause
     assert Fate.HUNG not in {r.fate for r in outcome.ranks}, outcome.describe()
+
+
+def groups_of_one_rank() -> None:
+    alone = dist.new_group([me()])  # as the experts of torch's own suite are
+    dist.all_reduce(torch.ones(1), group=alone)
+    dist.new_group([0])
+
+
+def test_each_rank_may_make_its_own_group_of_one(pool: Pool) -> None:
+    outcome = run(pool, groups_of_one_rank)
+    assert not outcome.diagnosis and not outcome.cause
 
 
 def group_on_one_rank() -> None:
