@@ -318,8 +318,9 @@ def select_checks(patterns: Sequence[str], *, extended: bool = False) -> list[Ch
     unknown = [pattern for pattern in patterns if not any(check.matches((pattern,)) for check in CHECKS.values())]
     if unknown:
         known = [*dict.fromkeys(name.partition(".")[0] for name in CHECKS), *CHECKS]
+        begun = [name for pattern in unknown for name in known if name.startswith(pattern)][:3]
         matches = (match for pattern in unknown for match in difflib.get_close_matches(pattern, known, n=3))
-        near = list(dict.fromkeys(matches))  # the nearest first
+        near = list(dict.fromkeys((*begun, *matches)))  # the nearest first
         hint = f"Did you mean {', '.join(near)}?" if near else "`fsdp-verify list checks` shows every name."
         raise InvalidArgument(f"checks: expected names or patterns of checks, got {unknown}. {hint}")
     return [check for check in CHECKS.values() if check.matches(patterns)]
