@@ -65,13 +65,16 @@ def _refuse_other_options(options: argparse.Namespace) -> None:
 def _planned(options: argparse.Namespace, adapter: Adapter, console: Output) -> tuple[Covering, Plan]:
     from fsdp_testing.cases.drawing import Scope
     from fsdp_testing.checks.findings.known import shipped_known
+    from fsdp_testing.report.progress import Display
     from fsdp_testing.search.campaign.campaign import Plan
     from fsdp_testing.search.pairs.covering import covering
 
     parts, shard = options.tensor_parallel, options.shard or (1, 1)
     sizes = options.world_size or tuple(size for size in WORLD_SIZES if size % parts == 0)
     scope = Scope(adapter.drawable(parts), sizes, tensor_parallel=parts)
-    chosen = covering(scope)
+    with Display(console) as display:
+        display.stage("choosing legal cases that hold every pair of traits; this takes minutes")
+        chosen = covering(scope)
     console.say(f"{len(chosen.traits)} traits; {len(chosen.cases)} cases hold every pair that legal cases can have")
     plan = Plan(
         adapter,

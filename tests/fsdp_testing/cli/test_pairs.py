@@ -35,3 +35,16 @@ def test_a_state_that_another_process_wrote_meanwhile_says_nothing(
     monkeypatch.setattr(pairs, "_planned", lambda *_: (made, plan))
     monkeypatch.setattr(pairs, "campaigned", campaigned)
     assert main(["run", "torch-ddp", "--pairs", "--state", str(tmp_path)]) == code
+
+
+def test_the_choice_of_cases_is_announced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It takes minutes, and was silent."""
+
+    def interrupted(_: Scope) -> Covering:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fsdp_testing.search.pairs.covering.covering", interrupted)
+    assert main(["run", "torch-ddp", "--pairs", "--state", str(tmp_path)]) == 130
+    assert "choosing legal cases" in capsys.readouterr().out

@@ -242,7 +242,12 @@ def test_a_size_at_which_a_check_has_no_case_is_said():
         (("torch-ddp", "torch-ddp"), {}, InvalidArgument, r"got \['torch-ddp'\] more than once"),
         (("torch-dpp",), {}, InvalidArgument, "Did you mean"),
         (("no.such.module:thing",), {}, InvalidImplementation, "importable"),
-        (("torch-ddp",), {"checks": ("training.sgd",)}, InvalidArgument, r"got \['training.sgd'\]. Did you mean training.sgd_momentum"),
+        (
+            ("torch-ddp",),
+            {"checks": ("training.sgd",)},
+            InvalidArgument,
+            r"got \['training.sgd'\]. Did you mean training.sgd_momentum",
+        ),
         (("torch-ddp",), {"checks": ("trainin",)}, InvalidArgument, r"got \['trainin'\]. Did you mean training,"),
         (("torch-ddp",), {"world_sizes": (0,)}, InvalidArgument, "sizes of at least 1"),
         (("torch-ddp",), {"world_sizes": ()}, InvalidArgument, "one or more sizes"),
