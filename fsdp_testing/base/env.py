@@ -110,13 +110,18 @@ def _launch(launcher: str, rank_name: str, size_name: str, local: str, local_siz
             f"{launcher}: expected MASTER_ADDR and MASTER_PORT, where its {size} processes can meet, got none. Set them to "
             "the first host and a port that is free there, for all processes (ci/recipes/slurm.sh does), or use torchrun."
         )
+    port = _integer("MASTER_PORT")
+    if not 0 <= port < 2**16:
+        raise InvalidArgument(
+            f"environment: expected a port of at most 65535 in MASTER_PORT, got {port}. Set one that is free."
+        )
     return Launch(
         rank=rank,
         world_size=size,
         local_rank=_integer(local, rank),
         local_world_size=_integer(local_size, size) if local_size else size,
         master_addr=get("MASTER_ADDR") or "127.0.0.1",
-        master_port=_integer("MASTER_PORT"),
+        master_port=port,
         launcher=launcher,
         store_is_there=launcher == "torchrun" and get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         node=(get(node) or "") if node else "",

@@ -39,6 +39,7 @@ def test_a_launch_is_read(bare: pytest.MonkeyPatch) -> None:
         ({"RANK": "-1", "WORLD_SIZE": "4", "MASTER_PORT": "1"}, "0 <= RANK < WORLD_SIZE"),
         ({"RANK": "zero", "WORLD_SIZE": "4", "MASTER_PORT": "1"}, "integer in RANK, got 'zero'"),
         ({"RANK": "0", "WORLD_SIZE": "4"}, "integer in MASTER_PORT, got None"),
+        ({"RANK": "0", "WORLD_SIZE": "4", "MASTER_PORT": "99999999"}, "at most 65535 in MASTER_PORT, got 99999999"),
     ],
 )
 def test_a_damaged_launch_is_refused(bare: pytest.MonkeyPatch, values: dict[str, str], said: str) -> None:
