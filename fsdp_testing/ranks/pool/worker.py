@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import os
 import resource
 import signal
@@ -33,6 +34,7 @@ _flush_c = ctypes.CDLL(None).fflush
 _MOST_NEW_THREADS = 64
 """A rank with more threads than this is not lent again. Gloo keeps three for a group that is still referenced, destroyed or not,
 and torch never frees a reference cycle through a hook of a parameter."""
+_GROWING_OLD_SECONDS = 0.05
 RECORDED_COLLECTIVES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 """How many collectives torch's flight recorder keeps, by its name today and its older one."""
 COLLECTIVES_KEPT = 500
@@ -244,6 +246,9 @@ class _Rank:
         # Before the report: on its arrival the controller reads the output, including C's buffers.
         _flush_c(None)
         _flush()
+        # What the call left for the collector may end this rank, and must not end a later call. A whole collection takes
+        # milliseconds: as long as a short call, in which no object grows old.
+        gc.collect(1 if seconds < _GROWING_OLD_SECONDS else 2)
         dirt = () if snapshot is None else _restored(snapshot)
         interception.forget_groups()
         return Report(
